@@ -1,4 +1,4 @@
-// call_statistics.h: how often a call ran, how long that took, and which of its ranks came last.
+// call_statistics.h: how often a call ran, how long it took, and which of its ranks came last.
 #pragma once
 
 #include <atomic>
@@ -30,8 +30,8 @@ class CallStatistics {
     num_members_ = next;
   }
 
-  // waited: from the first arrival to the last. busy: from there to the end. late: by how much the last rank was later
-  // than the one before it.
+  // waited: from first arrival to last. busy: from there to the end. late: the delay of the last rank after the one
+  // before it.
   void add(int group, int last, int64_t waited, int64_t busy, int64_t late) {
     if (waited != 0) waited_.fetch_add(waited, std::memory_order_relaxed);
     busy_.fetch_add(busy, std::memory_order_relaxed);

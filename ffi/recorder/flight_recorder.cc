@@ -1,4 +1,4 @@
-// flight_recorder.cc: creates this process's memory, finds that of its peers, and reads both.
+// flight_recorder.cc: creates this process's record memory, finds its peers', and reads both.
 #include "recorder/flight_recorder.h"
 
 #include <dirent.h>
@@ -22,11 +22,11 @@ namespace {
 constexpr char kName[] = "jax_ring_flight";
 constexpr uint64_t kMagic = 0x6a61785f72696e01;  // the last byte is the version of the layout
 
-// Anonymous memory of this process alone, if the process may have no more files.
+// Anonymous memory private to this process, for when it may open no more files.
 std::shared_ptr<Memory> create() {
   const int file = memfd_create(kName, MFD_CLOEXEC);
   const bool shared = file >= 0 && ftruncate(file, sizeof(Memory)) == 0;
-  // The file stays open as long as the process lives: this is where its peers find it.
+  // The file stays open for the life of the process: its peers find it through /proc.
   void* const at = mmap(nullptr, sizeof(Memory), PROT_READ | PROT_WRITE,
                         shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? file : -1, 0);
   if (at == MAP_FAILED) return nullptr;
@@ -36,7 +36,7 @@ std::shared_ptr<Memory> create() {
   return {memory, [](Memory*) {}};  // never unmapped: threads may outlive main
 }
 
-// The numbers in a folder of /proc, such as the processes, or the open files of one.
+// The numbers in a folder of /proc, such as processes or one process's open files.
 std::vector<int64_t> numbers_in(const std::string& folder) {
   std::vector<int64_t> numbers;
   DIR* const directory = opendir(folder.c_str());
@@ -50,12 +50,12 @@ std::vector<int64_t> numbers_in(const std::string& folder) {
   return numbers;
 }
 
-// Copies a record; false if it is empty, or was changed meanwhile.
+// Copies a record; returns false if it is empty, or changed meanwhile.
 bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   constexpr auto order = std::memory_order_acquire;
   seen.sequence = record.sequence.load(order);
   if (seen.sequence == 0 || seen.sequence == kBusy) return false;
-  // Before all that a call writes until it is in this state: what is read after it is not older.
+  // Read the state first: a call writes the other fields before it, so they are not older.
   seen.state = record.state.load(order);
   seen.id = record.id.load(order);
   seen.entered = record.entered.load(order);
@@ -97,7 +97,7 @@ std::string key_of(std::string_view text, const std::vector<Members>& groups) {
 
 void write_text(char (&to)[kTextBytes], std::string_view text) {
   size_t length = std::min(text.size(), kTextBytes - 1);
-  // Never half a UTF-8 character, which a Python string could not hold.
+  // Never cut a UTF-8 character: a Python string could not hold half of one.
   while (length < text.size() && length > 0 && (text[length] & 0xc0) == 0x80) --length;
   std::memcpy(to, text.data(), length);
   to[length] = '\0';
@@ -135,7 +135,7 @@ RecordedCall* Recorder::add(std::string_view text, std::string_view collective, 
   RecordedCall*& found = by_key_[key_of(text, groups)];
   if (found != nullptr) return found;
   auto call = std::make_unique<RecordedCall>();
-  // Those that share the text of the last one have counters of their own.
+  // Calls that share the text of the last one have counters of their own.
   call->index = static_cast<uint16_t>(is_full ? kMaxCalls - 1 : calls_.size());
   call->text = text;
   call->collective = collective;
@@ -232,7 +232,7 @@ void Recorder::print_once(const std::string& text) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (text.empty() || std::exchange(has_printed_, true)) return;
   }
-  // A pipe that poll() calls writable has room for PIPE_BUF bytes.
+  // If poll() calls a pipe writable, it has room for PIPE_BUF bytes.
   for (size_t at = 0; at < text.size();) {
     pollfd out{STDERR_FILENO, POLLOUT, 0};
     if (poll(&out, 1, 0) != 1 || (out.revents & POLLOUT) == 0) return;

@@ -1,4 +1,4 @@
-// flight_recorder.h: the last calls of this process, in memory that its peers can read after it has died.
+// flight_recorder.h: this process's last calls, in memory that its peers can read after its death.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace jax_ring::flight {
 
 enum class State : uint32_t {
   arriving,  // some ranks of this process have made the call
-  ready,     // all have; it waits for other processes, or is being computed
+  ready,     // all have; it waits for other processes, or computes
   done,
   failed,
 };
@@ -28,12 +28,12 @@ constexpr size_t kTextBytes = 256;
 constexpr size_t kRanksInMask = 64;
 constexpr uint64_t kBusy = ~uint64_t{0};
 
-// One call of one group. A cache line: what a call writes.
+// One call of one group. A call writes one cache line.
 struct alignas(64) Record {
-  std::atomic<uint64_t> sequence;  // from 1; 0 in a new record, kBusy while one is written
-  std::atomic<uint64_t> id;        // the same in all processes; 0 in a group of one process, and until it is ready
-  std::atomic<int64_t> entered, ready, ended;  // nanoseconds of the steady clock, which processes of a host share
-  std::atomic<uint64_t> arrived;               // a bit for each of the group's first kRanksInMask ranks
+  std::atomic<uint64_t> sequence;  // from 1; 0 in a new record, kBusy during a write
+  std::atomic<uint64_t> id;  // the same in all processes; 0 in a group of one process, and until the call is ready
+  std::atomic<int64_t> entered, ready, ended;  // nanoseconds of the steady clock, common to a host's processes
+  std::atomic<uint64_t> arrived;               // one bit for each of the group's first kRanksInMask ranks
   std::atomic<uint16_t> call, group;           // indices
   std::atomic<uint32_t> members;               // a hash of the group's members; 0 in a group of one process
   std::atomic<uint32_t> last;                  // the mesh position that came last
@@ -41,19 +41,19 @@ struct alignas(64) Record {
 };
 static_assert(sizeof(Record) == 64);
 
-// The memory of a process. Zeroed memory is one without records. It has no name in any file system, so that nothing is
-// left of it: peers open it through /proc/<pid>/fd.
+// The memory of a process. Zeroed memory has no records. It has no name in any file system, so nothing is left behind:
+// peers open it through /proc/<pid>/fd.
 struct Memory {
   std::atomic<uint64_t> magic;
   std::atomic<int64_t> process;  // the runtime's id
-  std::atomic<uint64_t> job;     // a hash of what the processes of a job share; 0 in a program of one process
+  std::atomic<uint64_t> job;     // a hash of the job's common token; 0 in a program of one process
   std::atomic<uint32_t> num_calls;
-  alignas(64) std::atomic<uint64_t> next;  // how many records have been taken
+  alignas(64) std::atomic<uint64_t> next;  // the number of records taken
   Record records[kNumRecords];
-  char texts[kMaxCalls][kTextBytes];  // of each call; pages that nothing is written to take no memory
+  char texts[kMaxCalls][kTextBytes];  // of each call; unwritten pages take no memory
 };
 
-// A record as read.
+// A copy of a record.
 struct Seen {
   uint64_t sequence = 0, id = 0;
   int64_t entered = 0, ready = 0, ended = 0;
@@ -64,20 +64,20 @@ struct Seen {
   std::string text;
 };
 
-// The records of a process, the oldest first.
+// A process's records, oldest first.
 struct Snapshot {
   int64_t process = 0;
   uint64_t job = 0;
   std::vector<Seen> records;
 };
 
-// The ranks of a group, by mesh position, and their processes.
+// A group's ranks by mesh position, and their processes.
 struct Members {
   std::vector<int64_t> positions, processes;
   bool is_within_process() const;
 };
 
-// A call instruction, with what all its executions have in common. Never destroyed: an execution may outlive the
+// A call instruction, with the common properties of its executions. Never destroyed: an execution may outlive the
 // program. Equal instructions share one.
 struct RecordedCall {
   uint16_t index;
@@ -89,7 +89,7 @@ struct RecordedCall {
   std::unique_ptr<CallStatistics> statistics;
 };
 
-// One execution of a call, from the first rank's arrival on. Belongs to the rendezvous, whose lock or owner protects
+// One execution of a call, from the first rank's arrival on. Its rendezvous owns it; that one's lock or owner protects
 // it. Empty if nothing is recorded.
 class Entry {
  public:
@@ -97,16 +97,16 @@ class Entry {
   const RecordedCall& call() const { return *call_; }
   int group() const { return group_; }
 
-  // The first rank has arrived. times: nanoseconds of the steady clock.
+  // Reports the first rank's arrival. times: nanoseconds of the steady clock.
   void enter(RecordedCall* call, Memory* memory, int group, int64_t now) {
     call_ = call;
     group_ = group;
     entered_ = before_last_ = now;
     sequence_ = memory->next.fetch_add(1, std::memory_order_relaxed) + 1;
     record_ = &memory->records[sequence_ % kNumRecords];
-    // A thread that has been suspended while it wrote here, for kNumRecords calls of others, keeps the record.
+    // If a thread is suspended during this write for kNumRecords other calls, it keeps the record.
     if (record_->sequence.exchange(kBusy, std::memory_order_acquire) == kBusy) return;
-    // Each store publishes the ones before it: whoever reads a new value finds that the sequence has changed.
+    // Each store publishes the ones before it: a reader of a new value sees that the sequence has changed.
     constexpr auto order = std::memory_order_release;
     record_->id.store(0, order);
     record_->entered.store(now, order);
@@ -120,8 +120,9 @@ class Entry {
     record_->sequence.store(sequence_, order);
   }
 
-  // Rank `rank` of the group has. This and what follows until end() may touch the record of a later call, if the thread
-  // is suspended for kNumRecords calls of others at the wrong moment: its reader then sees a call in a wrong state.
+  // Reports the arrival of the group's rank `rank`. This and the functions up to end() may touch a later call's record
+  // if the thread is suspended for kNumRecords other calls at the wrong moment. Its reader then sees a call in a wrong
+  // state.
   void arrive(int rank) {
     if (rank >= static_cast<int>(kRanksInMask) || !owns_record()) return;
     record_->arrived.store(record_->arrived.load(std::memory_order_relaxed) | uint64_t{1} << rank,
@@ -130,10 +131,10 @@ class Entry {
 
   bool has_arrived(int rank) const { return record_->arrived.load(std::memory_order_relaxed) >> rank & 1; }
 
-  // All ranks but one of this process have arrived.
+  // Reports that all ranks but one of this process have arrived.
   void note_before_last(int64_t now) { before_last_ = now; }
 
-  // The last one has, which has this rank in the group.
+  // Reports that the last one has, the group's rank `rank`.
   void become_ready(int rank, int64_t now) {
     last_ = rank;
     ready_ = now;
@@ -152,7 +153,8 @@ class Entry {
   int64_t entered() const { return entered_; }
   int last() const { return last_; }
 
-  // The last rank of a group of several processes, of which `late` nanoseconds are its own fault, and when it arrived.
+  // The last rank of a group of several processes, the nanoseconds of its delay that are its own fault, and its
+  // arrival.
   void note_last_of_all(int rank, int64_t ready, int64_t late) {
     last_ = rank;
     ready_ = ready;
@@ -160,7 +162,7 @@ class Entry {
     if (owns_record()) record_->last.store(static_cast<uint32_t>(position_of(rank)), std::memory_order_release);
   }
 
-  // Ends the entry, and adds it to the statistics. Another end has no effect.
+  // Ends the entry, and adds it to the statistics. Repeated ends have no effect.
   void end(State state, int64_t now) {
     if (call_ == nullptr) return;
     uint64_t expected = sequence_;
@@ -178,7 +180,7 @@ class Entry {
   }
 
  private:
-  // If not, later calls have taken it.
+  // If not, later calls have taken the record.
   bool owns_record() const { return record_->sequence.load(std::memory_order_relaxed) == sequence_; }
   int64_t position_of(int rank) const { return call_->groups[group_].positions[rank]; }
 
@@ -194,7 +196,7 @@ class Recorder {
  public:
   static Recorder& instance();
 
-  // Stops recording; what is recorded stays. For calls that are added afterwards.
+  // Stops recording for calls that are added afterwards; existing records stay.
   void turn_off();
   bool is_on() const { return on_; }
 
@@ -202,23 +204,23 @@ class Recorder {
   RecordedCall* add(std::string_view text, std::string_view collective, std::vector<Members> groups);
   Memory* memory() const { return memory_.get(); }
 
-  // Sets which process this is, of the job that shares the token. Forgets the peers, which may have been another job's.
+  // Sets this process's number in the job with this token. Forgets the peers, which may belong to another job.
   void join(int64_t process, const std::string& token);
 
-  // Maps the memory of a peer, so that it can be read from then on, whatever becomes of the peer. No effect if it is
-  // mapped already, or if the peer cannot be found.
+  // Maps a peer's memory, so that it stays readable, whatever happens to the peer. No effect if it is mapped already,
+  // or if the peer cannot be found.
   void open_peer(int64_t process, int64_t pid);
 
   Snapshot read_own() const;
   // This process, then the peers in ascending order.
   std::vector<Snapshot> read() const;
-  // The processes of this user on this host that record, by their pids.
+  // This user's recording processes on this host, by pid.
   static std::map<int64_t, Snapshot> read_host();
 
   std::vector<RecordedCall*> calls() const;
 
-  // Writes the text to standard error if it is the first since this process has joined a job. Never blocks: what the
-  // reader of a full pipe does not take is lost.
+  // Writes the text to standard error if it is the first since this process joined a job. Never blocks: text that does
+  // not fit into a full pipe is lost.
   void print_once(const std::string& text);
 
  private:

@@ -1,4 +1,4 @@
-// flight_table.cc: matches the calls of several processes, and prints which of them each one has made.
+// flight_table.cc: matches the calls of several processes, and prints each one's progress.
 #include "recorder/flight_table.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ std::string list_of(const std::vector<int64_t>& numbers) {
   return text;
 }
 
-// How a part of a sentence begins.
+// The beginning of a part of a sentence.
 struct Name {
   const char *one, *several;
   std::string of(const std::vector<int64_t>& numbers) const {
@@ -44,7 +44,7 @@ constexpr Name kPosition{"mesh position", "mesh positions"};
 
 enum class Kind { not_in_group, not_made, partial, waiting, done, failed };
 
-// What a table says of one call in one process, or on one rank.
+// A table's entry for one call in one process, or on one rank.
 struct Cell {
   Kind kind = Kind::not_in_group;
   int64_t since = 0;  // when it was entered, or ended
@@ -58,7 +58,7 @@ struct Cell {
 struct Row {
   std::string text;
   int64_t entered;
-  int count;                      // of equal ones
+  int count;                      // number of equal calls
   std::map<int64_t, Cell> cells;  // by process or mesh position
 };
 
@@ -100,7 +100,7 @@ Cell cell_of(const Seen& seen) {
   return {};
 }
 
-// Relative to the working directory, and shortened in the middle: the kind of the call and its line are at the ends.
+// Relative to the working directory, and shortened in the middle: both ends matter, the kind of the call and its line.
 std::string shortened(std::string text, size_t width) {
   std::error_code ignored;
   const std::string folder = " " + (std::filesystem::current_path(ignored) / "").string();
@@ -120,7 +120,7 @@ bool all_done(const Row& row) {
   });
 }
 
-// Equal calls that all have done become one row, the last of them.
+// Merges equal calls that all have completed into one row, the last of them.
 std::vector<Row> without_repetitions(std::vector<Row> rows) {
   std::vector<Row> kept;
   for (Row& row : rows) {
@@ -141,7 +141,7 @@ std::vector<Row> without_repetitions(std::vector<Row> rows) {
 
 // "processes 0, 1: waits, 3.000 s; process 2: NOT MADE", in lines that fit the terminal.
 std::string states_of(const Row& row, Name name_of, int64_t now) {
-  std::vector<std::pair<Cell, std::vector<int64_t>>> parts;  // with the names of those alike
+  std::vector<std::pair<Cell, std::vector<int64_t>>> parts;  // with the names that share each state
   for (const auto& [name, cell] : row.cells) {
     if (cell.kind == Kind::not_in_group) continue;
     const auto alike = std::find_if(parts.begin(), parts.end(),
@@ -165,7 +165,7 @@ std::string states_of(const Row& row, Name name_of, int64_t now) {
   return text + std::string(kIndent, ' ') + line + "\n";
 }
 
-// Leaves the latest rows.
+// Keeps only the latest rows.
 std::string print(std::vector<Row> rows, Name name_of, int64_t now) {
   std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.entered < b.entered; });
   rows = without_repetitions(std::move(rows));
@@ -180,7 +180,7 @@ std::string print(std::vector<Row> rows, Name name_of, int64_t now) {
   return text;
 }
 
-// The newest record of a process that says where it is: an open one if there is one.
+// A process's newest record that shows where it is: an open one if there is one.
 const Seen* latest(const std::vector<Seen>& records) {
   const Seen* found = nullptr;
   for (const Seen& seen : records) {
@@ -205,7 +205,8 @@ std::string sentence_of(const Cell& cell, const std::string& text, int64_t now) 
   }
 }
 
-// " Last calls: processes 0, 1: ...; process 2: ...": those in the same call in one part, with the time of the first.
+// " Last calls: processes 0, 1: ...; process 2: ...": processes in the same call share a part, with the first one's
+// time.
 std::string sentence(const std::map<int64_t, std::pair<Cell, std::string>>& latest_calls, Name name_of, int64_t now) {
   struct Part {
     Cell cell;
@@ -241,8 +242,8 @@ int64_t nanoseconds_now() {
 std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now) {
   std::vector<Row> rows;
   std::map<uint64_t, size_t> by_id;
-  std::map<uint32_t, std::set<int64_t>> members;  // the processes that have made calls in a group
-  std::map<int64_t, int64_t> oldest;              // what came before has been overwritten
+  std::map<uint32_t, std::set<int64_t>> members;  // the processes that made calls in a group
+  std::map<int64_t, int64_t> oldest;              // earlier records have been overwritten
   std::vector<uint32_t> group_of_row;
   for (const Snapshot& snapshot : snapshots) {
     if (!snapshot.records.empty()) oldest[snapshot.process] = snapshot.records.front().entered;
@@ -335,7 +336,7 @@ std::vector<std::pair<std::string, std::string>> tables_of_host() {
   std::map<std::pair<uint64_t, int64_t>, std::vector<std::pair<int64_t, Snapshot>>> jobs;
   for (auto& [pid, snapshot] : Recorder::read_host()) {
     if (snapshot.records.empty()) continue;
-    // A process alone is a job of its own.
+    // A process without peers is a job of its own.
     jobs[{snapshot.job, snapshot.job == 0 ? pid : 0}].emplace_back(pid, std::move(snapshot));
   }
   std::vector<std::pair<std::string, std::string>> tables;

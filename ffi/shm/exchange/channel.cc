@@ -1,4 +1,4 @@
-// channel.cc: the signals between processes, and the status each one posts.
+// channel.cc: the signals between processes, and each one's posted status.
 #include "shm/exchange/channel.h"
 
 #include <sys/stat.h>
@@ -17,13 +17,13 @@ namespace {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes could not share them");
 
-// The most calls that do not ask for a larger segment after many refusals. Asking takes some microseconds.
+// After many refusals, at most this many calls do not ask for a larger segment. Asking takes some microseconds.
 constexpr uint32_t kMostSkipped = 1024;
 
 // Values of Signals::aborted, which is zero at first.
 constexpr uint32_t kAborted = 1, kLeft = 2;
 
-// Identifies the pid namespace: the same pid in another namespace is another process.
+// Identifies the pid namespace: equal pids in different namespaces are different processes.
 int64_t pid_namespace() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<int64_t>(status.st_ino) : 0;
@@ -31,7 +31,7 @@ int64_t pid_namespace() {
 
 struct ProcessStat {
   char state;
-  int64_t start_time;  // distinguishes the process from a later one with the same pid
+  int64_t start_time;  // tells the process from a later one with the same pid
 };
 
 // nullopt if /proc has no such entry.
@@ -72,17 +72,17 @@ void Channel::unlink_offer() {
 
 void Channel::ring_doorbell() {
   Area& own = area(self_);
-  // A release: whoever finds the new value before it sleeps has to find what is signaled, too.
+  // A release: whoever finds the new value before it sleeps must also find the signaled data.
   own.signals.doorbell.store(own.signals.doorbell.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   // Both sides change the count: either this process sees the waiter, or the waiter sees the new doorbell value and
-  // does not sleep. The count is in a line that is this process's own while none sleeps; changing the doorbell like
-  // that would wait for the line that the peers poll.
+  // does not sleep. The count's line stays in this process's cache while nobody sleeps; changing the doorbell that way
+  // would wait for the line that the peers poll.
   if (own.notices.waiters.fetch_add(0, std::memory_order_acq_rel) != 0) futex_wake(own.signals.doorbell);
 }
 
 void Channel::signal_staged(uint32_t round, uint64_t call, bool growth) {
   Signals& signals = area(self_).signals;
-  // The call needs its own release: when a round is staged again, it is the only word that changes.
+  // The call needs its own release: if a round is staged again, this is the only word that changes.
   signals.calls[round % 2].store(call << 1 | growth, std::memory_order_release);
   signals.staged.store(round, std::memory_order_release);
   ring_doorbell();
@@ -113,7 +113,7 @@ bool Channel::has_staged(int process, uint32_t round, uint64_t call, bool growth
 
 void Channel::offer(int level) {
   const uint32_t offer = ++last_offer_ * kLevels + level;
-  // Relaxed, here and below: what follows in this thread is the signal of the round, a release.
+  // Relaxed, here and below: the next signal of a round from this thread is a release.
   area(self_).growth.offered.store(offer, std::memory_order_relaxed);
   area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
 }
@@ -123,7 +123,7 @@ bool Channel::offer_growth(int level) {
     --calls_to_skip_;
   } else if (level > level_) {
     for (; level > level_; --level) {
-      // Said first: if this process is killed now, the others remove the segment.
+      // Set this first: if this process is killed now, the others remove the segment.
       area(self_).growth.offered.store((last_offer_ + 1) * kLevels + level, std::memory_order_relaxed);
       accepted_ = segments_->create(last_offer_ + 1, num_processes_ * bytes_of_values(capacities_[level]));
       if (accepted_ != nullptr) return offer(level), true;
@@ -203,7 +203,7 @@ void Channel::post_status(const std::string& text) {
   Status& status = area(self_).status;
   size_t length = std::min(text.size(), sizeof(status.text));
   const auto is_continued = [&] { return length < text.size() && (text[length] & 0xc0) == 0x80; };
-  while (is_continued()) --length;  // never half a UTF-8 character, which a Python exception could not hold
+  while (is_continued()) --length;  // never cut a UTF-8 character: a Python exception could not hold half of one
   status.length.store(0, std::memory_order_release);
   std::memcpy(status.text, text.data(), length);
   status.length.store(static_cast<uint32_t>(length), std::memory_order_release);
@@ -241,7 +241,7 @@ void Channel::abort(const CallFailure& why, bool leaves) {
 
 bool Channel::has_aborted(int process) const {
   if (area(process).signals.aborted.load(std::memory_order_acquire) != 0) return true;
-  // A process that could not map this memory tells so by other means.
+  // A process that could not map this memory reports it by other means.
   return segments_ != nullptr && !has_joined(process) && segments_->failure_of(process).has_value();
 }
 

@@ -1,16 +1,17 @@
-// channel.h: the shared memory of a group of processes: staged values, results, and the signals between them.
+// channel.h: a group of processes' shared memory: staged values, results, and the signals between them.
 //
-// The first segment has the signals, and little room for values: there may be hundreds of groups. A group whose calls
-// need more gets a larger segment for the values, in a round without values, of which the leader says that it is one:
+// The first segment holds the signals, and has little room for values: there may be hundreds of groups. A group with
+// larger calls gets a larger segment for the values, in a round of growth. Such a round has no values; the leader
+// announces it:
 //   - the leader creates the segment, and offers it before it signals the round;
 //   - the others map it, and say whether they could before they signal the round;
-//   - when all have signaled it, all know whether all have the segment, and then use it from the next round on. If one
-//     has not, because its file descriptors are used up, say, all go on with what they had.
+//   - when all have signaled it, all know whether all have the segment, and use it from the next round on. If one could
+//     not map it, for example for lack of file descriptors, all go on with their present one.
 // A process unmaps the smaller segment by itself: the others have their own mappings.
 //
-// A group that is idle gives its larger segment back. The leader goes back to the first segment and says so, and the
-// others follow when they find that. The leader's next call begins with a round of growth that says which segment is
-// used: what a process may have staged in another one is void.
+// An idle group gives its larger segment back. The leader goes back to the first segment and announces it, and the
+// others follow when they see that. The leader's next call begins with a round of growth that says which segment is in
+// use: values staged in another segment are void.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,7 @@
 
 namespace jax_ring::shm {
 
-// Rounds are counted from 1, over all calls, and the count may wrap around.
+// Rounds are counted from 1, over all calls; the count may wrap around.
 inline bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
 
 // One process's view of the memory. Zeroed memory is a channel before its first round.
@@ -44,7 +45,8 @@ class Channel {
   static size_t bytes(int num_processes, const Capacities& capacities);
 
   // memory: the first segment, which must outlive the channel. capacities: of the first segment, then of larger ones.
-  // segments: where those come from, and what processes tell that have not joined; null if there is neither.
+  // segments: the source of larger segments and of messages from processes that have not joined; null if there is
+  // neither.
   Channel(unsigned char* memory, int num_processes, int self, const Capacities& capacities,
           Segments* segments = nullptr);
   ~Channel();
@@ -57,56 +59,56 @@ class Channel {
   }
   unsigned char* results(int process, uint32_t round) const { return set(process, round) + capacity().staging; }
 
-  // The room that there is, by level, and at the level in use. The same in all processes in each round.
+  // The room at each level, and at the level in use. The same in all processes in each round.
   const Capacity& capacity(int level) const { return capacities_[level]; }
   const Capacity& capacity() const { return capacities_[level_]; }
   int level() const { return level_; }
   int max_level() const { return static_cast<int>(capacities_.size()) - 1; }
 
-  // For the leader: whether there are larger segments than that in use.
+  // For the leader: whether larger segments than the one in use exist.
   bool may_grow() const { return segments_ != nullptr && level_ < max_level(); }
-  // For the leader: whether the next call must begin with a round of growth, if only to say which segment is used.
+  // For the leader: whether the next call must begin with a round of growth, if only to name the segment in use.
   bool must_offer() const { return has_retired_; }
-  // For the leader: creates a segment of the level, or of a lower one that is above that in use, and offers it. Returns
-  // whether there is something to offer: if must_offer(), at least the first segment. After a refusal it does not try
-  // in each call.
+  // For the leader: creates a segment of this level, or of a lower one above the level in use, and offers it. Returns
+  // whether there is something to offer: if must_offer(), at least the first segment. After a refusal it skips some
+  // calls.
   bool offer_growth(int level);
-  // For the others: maps the segment that the leader offers.
+  // For the others: maps the leader's offered segment.
   void accept_growth();
-  // Between calls, if there has been none for long: gives the larger segment back. The others do when the leader has.
+  // Between calls, after a long pause: gives the larger segment back. The others do so after the leader.
   void release_idle();
   // When all have signaled the round of growth: uses the segment if all have it.
   void finish_growth();
 
-  // Publishes that this process has staged a round, for which call, and whether it is a round of growth. It may stage
-  // the same round again for another call until every process has staged that round for the same call.
+  // Publishes that this process has staged a round, for which call, and whether it is a round of growth. The process
+  // may stage the same round again for another call until every process has staged it for the same call.
   // call: below 2^63.
   void signal_staged(uint32_t round, uint64_t call, bool growth = false);
   bool has_staged(int process, uint32_t round, uint64_t call, bool growth = false) const;
   // The call for which a process has staged the round, if it has.
   std::optional<uint64_t> staged_call(int process, uint32_t round) const;
 
-  // When this process made the call that it stages, as of arrivals.h; to be posted before signal_staged(). Can be read
-  // of a process that has staged the round, until this one stages the next but one.
+  // When this process made the call that it stages, as in arrivals.h. Post it before signal_staged(). After a process
+  // has staged the round, its time stays readable until this one stages the next but one.
   void post_arrival(uint32_t round, uint64_t arrival);
   uint64_t arrival_of(int process, uint32_t round) const;
 
   void signal_results(uint32_t round);
   bool has_results(int process, uint32_t round) const;
-  // Used instead in a round without results, at the latest when the next is staged. Without it the count would fall
-  // 2^31 rounds behind the others, and then compare as ahead of them. The round may have had results.
+  // For rounds without results, at the latest before the next round is staged. Otherwise the count would fall 2^31
+  // rounds behind the others, and then compare as ahead of them. The round may have had results.
   void skip_results(uint32_t round);
 
-  // The text that other processes report when they wait for this one, truncated to the space there is.
+  // The text that other processes report while they wait for this one, truncated to fit.
   void post_status(const std::string& text);
-  // That text and, of a process that has aborted the group, why: all but the number and the cause.
+  // That text and, for a process that has aborted the group, the reason: everything but number and cause.
   CallFailure status_of(int process) const;
 
-  // Aborts the group for all processes, and removes the name of a segment that was being offered. leaves: this process
-  // makes no more calls at all, and its status is the cause.
+  // Aborts the group for all processes, and removes the name of any segment on offer. leaves: this process makes no
+  // more calls at all; its status is the cause.
   void abort(const CallFailure& why = {}, bool leaves = false);
   bool has_aborted(int process) const;
-  // Whether another process has, of those that have joined. Reads a line of this process's own.
+  // Whether another process that has joined has aborted the group. Reads a line of this process's own.
   bool has_notice_of_abort() const { return area(self_).notices.of_abort.load(std::memory_order_acquire) != 0; }
   bool has_left(int process) const;
 
@@ -114,30 +116,30 @@ class Channel {
   void join();
   bool has_joined(int process) const;
   bool has_exited(int process) const;
-  // Its id in this process's pid namespace; 0 if it has not joined, or is in another one.
+  // Its id in this process's pid namespace; 0 if it has not joined, or is in another namespace.
   int64_t pid_of(int process) const;
 
-  // A count that changes with every signal of `process`, and a wait for it to change.
+  // A count that changes with every signal of `process`, and a wait for its change.
   uint32_t doorbell(int process) const;
   void wait_doorbell(int process, uint32_t seen, std::chrono::nanoseconds timeout) const;
 
  private:
-  // Written only by the process that owns the area. Everything that is polled is in one line.
+  // Written only by the process that owns the area. All polled words are in one line.
   struct alignas(128) Signals {
     Atomic<uint32_t> doorbell, staged, results, aborted;
     Atomic<uint64_t> calls[2];                     // of the latest even and odd round
     std::atomic<uint64_t> arrivals[2];             // likewise; published by `staged`
-    alignas(8) unsigned char tiny[2][kTinyBytes];  // likewise: what is staged in a tiny round
+    alignas(8) unsigned char tiny[2][kTinyBytes];  // likewise: staged data of a tiny round
   };
   // Written by the other processes.
   struct alignas(128) Notices {
-    Atomic<uint32_t> waiters;   // how many sleep until the owner signals
-    Atomic<uint32_t> of_abort;  // whether one has aborted the group
+    Atomic<uint32_t> waiters;   // number of processes that sleep until the owner signals
+    Atomic<uint32_t> of_abort;  // whether a process has aborted the group
   };
   struct alignas(128) Growth {
-    Atomic<uint32_t> offered;  // by the leader: the number of the segment, and its level
+    Atomic<uint32_t> offered;  // by the leader: the segment's number and level
     Atomic<uint32_t> mapped;   // the same, by each process that has mapped it; or kRefused
-    Atomic<uint32_t> retired;  // the same, by the leader, which uses it no longer
+    Atomic<uint32_t> retired;  // the same, by the leader once it stops using it
   };
   struct alignas(128) Status {
     Atomic<int64_t> pid, pid_namespace, start_time;
@@ -153,7 +155,7 @@ class Channel {
   };
 
   static constexpr uint32_t kRefused = 0;
-  static constexpr uint32_t kLevels = 8;  // more than there are
+  static constexpr uint32_t kLevels = 8;  // more than exist
 
   Area& area(int process) const { return reinterpret_cast<Area*>(memory_)[process]; }
   unsigned char* set(int process, uint32_t round) const {
@@ -172,15 +174,15 @@ class Channel {
   const Capacities capacities_;
   Segments* const segments_;
 
-  // What this process uses, or has mapped to use it.
+  // Segments that this process uses, or has mapped for use.
   int level_ = 0;
   unsigned char* values_;
   Memory grown_, accepted_;
-  uint32_t in_use_ = 0;          // the offer that it came with
-  bool has_retired_ = false;     // of the leader: since its last call
-  uint32_t last_offer_ = 0;      // of the leader: the number of its last segment
-  uint32_t calls_to_skip_ = 0;   // of the leader: how many calls do not ask for a larger segment
-  uint32_t skip_next_time_ = 1;  // and how many will not after the next refusal
+  uint32_t in_use_ = 0;          // the offer that brought it
+  bool has_retired_ = false;     // for the leader: since its last call
+  uint32_t last_offer_ = 0;      // for the leader: the number of its last segment
+  uint32_t calls_to_skip_ = 0;   // for the leader: calls that do not ask for a larger segment
+  uint32_t skip_next_time_ = 1;  // the same after the next refusal
 };
 
 }  // namespace jax_ring::shm

@@ -23,7 +23,7 @@ bool are_aligned(const std::vector<void*>& outputs) {
   return true;
 }
 
-// Whether two calls differ in their buffers alone, so that they take the same rounds. Those with lists of their own are
+// Whether two calls differ only in their buffers, so that they take the same rounds. Calls with lists of their own are
 // not compared.
 bool are_alike(const Call& a, const Call& b) {
   const auto has_list = [](const cpu::Message& message) {
@@ -45,7 +45,7 @@ void Exchange::begin(Call&& call) {
   if (is_new) std::swap(call_.message, call.message);
   if (call_.text != call.text) std::swap(call_.text, call.text);
   call_.rendezvous = std::move(call.rendezvous);
-  call_.id = call.id & ~(uint64_t{1} << 63);  // what a channel has room for
+  call_.id = call.id & ~(uint64_t{1} << 63);  // the bits for which a channel has room
   call_.one_shot = call.one_shot;
   if (is_new) plan();
   num_rounds_ = 0;
@@ -53,7 +53,7 @@ void Exchange::begin(Call&& call) {
   restart();
 }
 
-// Finds what depends on the message.
+// Computes everything that depends on the message.
 void Exchange::plan() {
   const cpu::Message& message = call_.message;
   planned_level_ = kNoLevel;
@@ -76,7 +76,7 @@ void Exchange::begin_rounds(const Channel& channel) {
   is_next_first_ = true;
   has_plan_ = std::exchange(planned_level_, kNoLevel) == channel.level();
   if (has_plan_) {
-    // A loop makes one call again and again: that of the last one is still there, and has no successor.
+    // A loop repeats one call: the last one's plan is still there, and has no successor.
     std::swap(round_, next_);
     has_next_ = true;
     return;
@@ -90,7 +90,7 @@ void Exchange::plan_next_round(const Channel& channel) {
   planned_level_ = std::exchange(is_next_first_, false) && !has_next_ ? channel.level() : kNoLevel;
 }
 
-// The lowest level at which the call takes one round, or else the highest. It has begun at the level in use.
+// The lowest level at which the call takes one round, or the highest level. The call began at the level in use.
 int Exchange::level_wanted(const Channel& channel) {
   int level = channel.level();
   if (has_plan_ || !has_next_ || !rounds_.next(round_)) return level;
@@ -100,7 +100,7 @@ int Exchange::level_wanted(const Channel& channel) {
   return level;
 }
 
-// For the leader: begins a round of growth if the call needs one, and there is room, or if the group was idle.
+// For the leader: begins a round of growth if the call needs one and there is room, or if the group was idle.
 bool Exchange::begin_growth(Channel& channel, uint32_t number) {
   if (group_.self() != 0 || !channel.may_grow()) return false;
   const int wanted = level_wanted(channel);
@@ -110,8 +110,8 @@ bool Exchange::begin_growth(Channel& channel, uint32_t number) {
   return true;
 }
 
-// For the others: takes part in a round of growth if the leader has begun one for this call. What this process may have
-// staged for the same round is void.
+// For the others: joins a round of growth if the leader has begun one for this call. Data that this process has staged
+// for the same round is void.
 bool Exchange::joins_growth(Channel& channel, uint32_t number) {
   if (num_rounds_ > 0 || group_.self() == 0 || !channel.has_staged(0, number, call_.id, true)) return false;
   channel.accept_growth();
@@ -132,7 +132,7 @@ bool Exchange::is_missing(int process, const Channel& channel, uint32_t first) c
 bool Exchange::have_all_arrived(const Channel& channel, uint32_t number) {
   for (; peer_ < group_.num_processes(); ++peer_, ++num_steps_) {
     if (!has_arrived(peer_, channel, number)) return false;
-    // Now that its line is here: later the peer may be writing there again.
+    // Read it now, while its line is here: later the peer may be writing there again.
     if (step_ == Step::await_staged) arrivals_[peer_] = channel.arrival_of(peer_, number);
   }
   return true;
@@ -145,8 +145,8 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
       case Step::begin:
         peer_ = 0;
         begin_rounds(channel);
-        // Whether the others join the leader's round of growth is seen later: looking now, for its line to arrive,
-        // would delay what they wait for.
+        // Check later whether the others join the leader's round of growth: looking now would wait for their line, and
+        // delay what they wait for.
         step_ = begin_growth(channel, number) ? Step::await_growth : Step::stage;
         break;
       case Step::await_growth:
@@ -161,7 +161,7 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
         std::swap(round_, next_);
         if (!std::exchange(next_is_staged_, false)) {
           stage(channel, number, round_);
-          // Only now, with the signal: the peers poll this line.
+          // Write it only now, with the signal: the peers poll this line.
           channel.skip_results(number - 1);
           channel.signal_staged(number, call_.id);
         }
@@ -176,7 +176,7 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
         }
         if (!have_all_arrived(channel, number)) return State::waiting;
         if (rounds_.publishes_results() && has_next_) {
-          // Now, so that the peers find it as soon as they finish this round.
+          // Signal now, so that the peers find it as soon as they finish this round.
           stage(channel, number + 1, next_);
           channel.signal_staged(number + 1, call_.id);
           next_is_staged_ = true;
@@ -201,7 +201,7 @@ Exchange::State Exchange::advance(Channel& channel, uint32_t first) {
   }
 }
 
-// Adds where the values of a source of this process are.
+// Adds the places of the values of a source in this process.
 void Exchange::add_inputs(const Source& source, const Piece& piece) {
   const cpu::Message& message = call_.message;
   const void* const* operands = &call_.rendezvous->inputs[piece.operand * 2 * group_.num_ranks()];
@@ -216,9 +216,8 @@ void Exchange::add_inputs(const Source& source, const Piece& piece) {
   }
 }
 
-// Copies what a round reads to where the other processes find it. Their caches still have the lines of an earlier
-// round, and each store of a fold would wait for one of them: several times as long as a copy, where cores share no
-// cache.
+// Copies the inputs of a round to where the other processes find them. Their caches still hold the lines of an earlier
+// round, so each store of a fold would wait for one of them: several times as long as a copy, if cores share no cache.
 void Exchange::publish(const void* from, void* to, size_t count) const {
   watch_write(to, count * element_bytes_);
   std::memcpy(to, from, count * element_bytes_);
@@ -249,8 +248,8 @@ void Exchange::stage(Channel& channel, uint32_t number, const Round& round) {
   channel.post_arrival(number, arrival_);
 }
 
-// Whether streaming stores to the outputs, which are of this operand, are possible and worthwhile. They are not where
-// results overwrite operands: those have just been read, and what uses the results finds them in the cache.
+// Whether streaming stores to this operand's outputs are possible and worthwhile. They do not pay where results
+// overwrite operands: these have just been read, so users of the results find them in the cache.
 bool Exchange::can_stream(size_t operand) const {
   if (!streaming_ || !are_aligned(outputs_)) return false;
   const int p = group_.num_ranks();
@@ -266,7 +265,7 @@ void Exchange::write_outputs(const void* result, size_t count, bool streaming) c
   copy_({&result, 1, 0}, slices(outputs_), count * element_bytes_, streaming);
 }
 
-// Finds the inputs of the fold of a piece: values of local ranks in their operands, the others where they are staged.
+// Finds the inputs for the fold of a piece: local ranks' values in their operands, the others where they are staged.
 void Exchange::find_inputs(const Channel& channel, uint32_t number, const Round& round, size_t piece) {
   const Part& part = round.pieces[piece].part;
   inputs_.clear();
@@ -301,7 +300,7 @@ void Exchange::fold(Channel& channel, uint32_t number, const Round& round) {
         if (group_.is_local(r)) outputs_.push_back(output(r));
       }
       const bool publishes = piece.owner != kEveryone && part.receivers.count > 1;
-      // What is published is read back at once.
+      // Published results are read back at once.
       const bool streaming = !publishes && can_stream(piece.operand);
       if (!outputs_.empty() && !inputs_.empty()) kernel_(sources, slices(outputs_), part.count, streaming);
       if (publishes) publish(outputs_[0], channel.results(group_.self(), number) + piece.result_at, part.count);

@@ -12,7 +12,7 @@
 
 namespace jax_ring::shm {
 
-// A call for which all ranks of this process have arrived.
+// A call after all ranks of this process have arrived.
 struct Call {
   cpu::RendezvousPtr rendezvous;  // of the whole group; only the buffers of local ranks are set
   cpu::Message message;
@@ -28,22 +28,22 @@ class Exchange {
 
   explicit Exchange(const Group& group) : group_(group), rounds_(group), arrivals_(group.num_processes()) {}
 
-  // Takes the call over. What is left in `call` is memory of an earlier one, for the next.
+  // Takes the call over. Afterwards `call` holds an earlier call's memory, for reuse.
   void begin(Call&& call);
 
   // Advances. `first` is the channel's round for the call's first round.
   State advance(Channel& channel, uint32_t first);
 
-  // Starts over. Only allowed while is_waiting_for_leader().
+  // Starts over. Only allowed during is_waiting_for_leader().
   void restart();
 
   bool has_started() const { return step_ != Step::begin; }
   // Whether it waits for the group's first process, the leader, to stage the first round.
   bool is_waiting_for_leader() const { return num_rounds_ == 0 && step_ == Step::await_staged && peer_ == 0; }
-  // The process that it waits for, and whether the current step still waits for `process`.
+  // The awaited process, and whether the current step still waits for `process`.
   int awaited_peer() const { return peer_; }
   bool is_missing(int process, const Channel& channel, uint32_t first) const;
-  // Grows when all processes have arrived, and not when one of them has.
+  // Grows when all processes have arrived, not when one of them has.
   uint64_t phases_done() const { return 2 * uint64_t{num_rounds_} + (step_ == Step::await_results); }
   // Grows with every step; unchanged means no progress.
   uint64_t num_steps() const { return num_steps_; }
@@ -51,7 +51,7 @@ class Exchange {
   // Rounds that the call took, once it is done.
   uint32_t num_rounds() const { return num_rounds_; }
   const Call& call() const { return call_; }
-  // When the other processes made the call, as of arrivals.h, once it is done; by process.
+  // When the other processes made the call, as in arrivals.h, once it is done; by process.
   const std::vector<uint64_t>& arrivals() const { return arrivals_; }
   cpu::RendezvousPtr release() { return std::move(call_.rendezvous); }
 
@@ -86,16 +86,16 @@ class Exchange {
   Round round_, next_;
   bool has_next_ = false;
   bool is_next_first_ = false;
-  int planned_level_ = kNoLevel;  // where round_ is the only round of this call; kNoLevel if it is not
-  bool has_plan_ = false;         // whether it is, at the level in use
+  int planned_level_ = kNoLevel;  // level at which round_ is the only round of this call; else kNoLevel
+  bool has_plan_ = false;         // whether it is so at the level in use
   bool next_is_staged_ = false;
   uint32_t num_rounds_ = 0;  // finished
   Step step_ = Step::begin;
-  int peer_ = 0;  // all processes before it have arrived
+  int peer_ = 0;  // all earlier processes have arrived
   uint64_t num_steps_ = 0;
-  uint64_t arrival_ = 0;  // of this process, as of arrivals.h
+  uint64_t arrival_ = 0;  // of this process, as in arrivals.h
   std::vector<uint64_t> arrivals_;
-  std::vector<size_t> staged_;  // by process: where the next source of a piece is staged
+  std::vector<size_t> staged_;  // by process: the staging place of the next source of a piece
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };

@@ -9,19 +9,18 @@ namespace jax_ring::shm {
 namespace {
 
 constexpr size_t kCacheLine = 64;
-// Where a round has no room for so much of all parts, it has fewer parts: with shorter pieces, most of the time would
-// go into the rounds.
+// A piece has at least this much of each part. If a round lacks room for that, it has fewer parts: with shorter pieces,
+// the overhead of rounds would dominate.
 constexpr size_t kMinChunkBytes = 256;
 
 // Of the largest segments. About the size of a core's private cache, so that staged values are read before they are
 // evicted. Half of it costs 10% at 1 MiB; twice as much gains little.
 constexpr size_t kStagingBytes = 512 << 10;
 constexpr size_t kResultBytes = 256 << 10;
-// A group starts at the lowest level, 1/64 of that: with it, hundreds of groups fit into a container's /dev/shm of
-// 64 MiB.
+// A group starts at the lowest level, 1/64 of that: hundreds of groups then fit into a container's /dev/shm of 64 MiB.
 constexpr int kLevels = 4;
 constexpr size_t kFactor = 4;  // from one level to the next
-// The most terms of a tree that a rank has. A round of one part needs room for a cache line of each.
+// The most terms of a tree on one rank. A round of one part needs room for a cache line of each.
 constexpr size_t kMostTerms = 48;
 
 size_t whole_lines(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
@@ -29,11 +28,11 @@ size_t whole_lines(size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine 
 }  // namespace
 
 Capacities capacities_of(const Group& group) {
-  size_t most = 0;  // ranks of a process
+  size_t most = 0;  // the most ranks in a process
   for (int process = 0; process < group.num_processes(); ++process) {
     most = std::max(most, group.ranks_of(process).size());
   }
-  // Of each rank, some of every part: there are as many as ranks.
+  // Each rank contributes some of every part: there are as many parts as ranks.
   const size_t of_rank = std::max(group.num_ranks() * kMinChunkBytes, kMostTerms * kCacheLine);
   Capacities levels(kLevels);
   size_t part = 1;
@@ -59,7 +58,7 @@ void Rounds::begin(const cpu::Message& message, bool one_shot, const Capacity& c
   partition_operand();
   publishes_results_ =
       std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return publishes_result(owned); });
-  // The same for all operands, whose parts differ only in size.
+  // The same for all operands: their parts differ only in size.
   chunk_ = chunk_bytes() / cpu::element_size(message.dtype);
 }
 
@@ -87,7 +86,7 @@ void Rounds::partition_operand() {
       parts_.push_back({part, owner});
       continue;
     }
-    // All elements are folded alike, so every process gets an equal share.
+    // All elements fold alike, so every process gets an equal share.
     const size_t line = kCacheLine / element_bytes, lines = (count + line - 1) / line;
     const size_t each = (lines + group_.num_processes() - 1) / group_.num_processes() * line;
     for (int process = 0; process < group_.num_processes(); ++process) {
@@ -101,7 +100,8 @@ void Rounds::partition_operand() {
   }
 }
 
-// As much of each part as fits a round, or so little of it that a round has room for any one part.
+// As much of each part as fits a round with all of them; at least kMinChunkBytes, if a round has room for that much of
+// one part.
 size_t Rounds::chunk_bytes() const {
   size_t most_staged = 1, most_of_part = 1, most_results = 0;
   for (int process = 0; process < group_.num_processes(); ++process) {
@@ -123,7 +123,7 @@ size_t Rounds::chunk_bytes() const {
   return std::max(of_all, std::min(of_one, kMinChunkBytes)) / kCacheLine * kCacheLine;
 }
 
-// Adds the next elements of a part, if the round has room for them.
+// Adds the next elements of a part, if the round has room.
 bool Rounds::add_piece(Round& round, const Owned& owned) {
   if (offset_ >= owned.part.count) return true;
   Piece piece{operand_, owned.part, owned.owner, 0, 0};
@@ -148,8 +148,8 @@ bool Rounds::add_piece(Round& round, const Owned& owned) {
   return true;
 }
 
-// Adds the next elements of all parts of the operand. If the round has no room for them, adds none, or, if it has
-// nothing else, those of as many parts as fit, and returns false.
+// Adds the next elements of all parts of the operand. If the round lacks room, it returns false, and adds none or, if
+// the round is empty so far, as many parts as fit.
 bool Rounds::add_slice(Round& round) {
   const size_t before = round.pieces.size(), first = next_part_;
   staging_ = staging_used_;

@@ -1,7 +1,7 @@
-// rounds.h: partitions a collective over the processes of a group, and over rounds that fit the shared memory.
+// rounds.h: divides a collective among a group's processes, and into rounds that fit the shared memory.
 //
-// A process reads what other processes contribute from where they have staged it, and the values of its own ranks in
-// place. In each round every process stages, then folds the pieces that it owns:
+// A process reads other processes' contributions from their staging areas, and its own ranks' values in place. In each
+// round every process stages, then folds the pieces that it owns:
 //
 //   one step    A piece is folded by the process of its only receiver (reduce-scatter, reduce). Every process folds it
 //               where there is nothing to compute (all-gather, broadcast), and where the message is small (one-shot).
@@ -27,12 +27,12 @@ struct Capacity {
 // By level: of a group's first segment, then of larger ones.
 using Capacities = std::vector<Capacity>;
 
-// Those of a group: enough at each level for any call of it.
+// A group's capacities: enough at each level for any of its calls.
 Capacities capacities_of(const Group& group);
 
 constexpr int kEveryone = -1;
 
-// Where no process stages more than one value in a round, of up to this size, it does so beside the signals: a peer
+// If no process stages more than one value in a round, of up to this size, it stages it beside the signals: a peer
 // finds both in one cache line.
 constexpr size_t kTinyBytes = 8;
 
@@ -41,7 +41,7 @@ struct Piece {
   size_t operand;
   Part part;         // restricted to this piece, with its places in Rounds::sources()
   int owner;         // the process that folds it
-  size_t stride;     // between what a process stages of one source and the next
+  size_t stride;     // distance between staged sources in a process
   size_t result_at;  // offset in the owner's results; only in two steps
 };
 
@@ -66,7 +66,7 @@ class Rounds {
   // The next round; false if there is none.
   bool next(Round& round);
 
-  // Whether the owners of pieces publish results for the others to copy.
+  // Whether the owners of pieces publish results for others to copy.
   bool publishes_results() const { return publishes_results_; }
 
   const Sources& sources() const { return sources_; }

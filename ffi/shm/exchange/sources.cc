@@ -1,4 +1,4 @@
-// sources.cc: adds the terms of each process together as far as the tree does.
+// sources.cc: adds up each process's terms as far as the tree allows.
 #include "shm/exchange/sources.h"
 
 #include <type_traits>

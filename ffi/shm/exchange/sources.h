@@ -1,4 +1,4 @@
-// sources.h: what the processes of a group contribute to a fold: the values of their ranks, or sums of them.
+// sources.h: the contributions of a group's processes to a fold: values of their ranks, or sums of these.
 #pragma once
 
 #include <vector>
@@ -10,36 +10,36 @@
 
 namespace jax_ring::shm {
 
-// What one process contributes at one place of a fold. With Order::tree it is the sum of consecutive terms of the tree,
-// all of them the process's own, else the values of one rank.
+// One process's contribution at one place of a fold: with Order::tree the sum of consecutive terms of the tree, all of
+// them its own; else the values of one rank.
 struct Source {
   int process;
   int first;   // the rank, or the first term
   int count;   // of terms, else 1
-  int merges;  // Order::tree: how often the two sums on top of the stack are added after this one has been pushed
+  int merges;  // for Order::tree: after the push, how often to add the two topmost sums
 };
 
-// The sources of a call, in the order of the ranks, or of the terms.
+// The sources of a call, in the order of ranks or terms.
 class Sources {
  public:
   explicit Sources(const Group& group);
 
-  // Starts over with another call, whose tree must stay valid.
+  // Starts over with another call. Its tree must stay valid.
   void begin(const cpu::Message& message);
 
   int size() const { return static_cast<int>(all_.size()); }
-  // Counted around the ring.
+  // Counts around the ring.
   const Source& operator[](int i) const { return all_[i < size() ? i : i - size()]; }
 
-  // The same part with sources of this class instead of terms.
+  // The same part with this class's sources instead of terms.
   Part convert(Part part) const;
-  // How many sources of a converted part are in a process.
+  // How many sources of a converted part belong to a process.
   int num_in(int process, const Part& part) const;
 
-  // The steps with which this process folds a converted part, whose inputs are all terms of its own sources, and one
-  // sum for each of the others. Null: in sequence.
+  // The steps with which this process folds a converted part. The inputs are all terms of its own sources, and one sum
+  // for each other source. Null: in sequence.
   const Subtree* steps_of(const Part& part) const;
-  // The steps with which it adds up the terms of a source of its own.
+  // The steps with which it adds up the terms of one of its own sources.
   const Subtree* steps_of(const Source& source) const;
 
  private:
@@ -50,10 +50,10 @@ class Sources {
   const Group& group_;
   const Tree* tree_ = nullptr;  // null if the sources are ranks
   std::vector<Source> all_;
-  std::vector<int> stack_;           // where each sum on the stack of the fold starts in all_
+  std::vector<int> stack_;           // the first source in all_ of each sum on the fold's stack
   std::vector<int> source_of_term_;  // by term
-  std::vector<int> before_;          // by process, then source: how many of those before it are in the process
-  // As in Tree::subtrees(): by input of the folds of the parts, and by term, for the sums that this process stages.
+  std::vector<int> before_;          // by process, then source: number of earlier sources in the process
+  // As in Tree::subtrees(): by input of the parts' folds, and by term, for the sums that this process stages.
   std::vector<Subtree> steps_, own_steps_;
   std::vector<int> first_input_;  // by source: its place in steps_
   std::vector<TreeTerm> inputs_, own_terms_;

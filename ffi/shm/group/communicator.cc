@@ -108,8 +108,8 @@ cpu::RendezvousPtr Communicator::submit(Call&& call) {
   return rendezvous;
 }
 
-// Called by the thread that runs calls, or while there is none. Fails all calls if the thread cannot be started.
-// lock: of mutex_.
+// Called by the thread that runs calls, or while there is none. Fails all calls if the thread cannot start. lock: of
+// mutex_.
 void Communicator::hand_over_to_progress_thread(std::unique_lock<std::mutex>& lock) {
   running_calls_ = true;
   try {
@@ -175,7 +175,7 @@ void Communicator::connect() {
   }
 }
 
-// Whether there is no use in waiting for the others any longer. Throws CallError if one of them has left.
+// Whether waiting for the others has become useless. Throws CallError if one of them has left.
 bool Communicator::should_stop_connecting(cpu::Clock::time_point began) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -220,7 +220,7 @@ void Communicator::progress_calls() {
   }
 }
 
-// Selects the call to run: the leader's, or else the one that has been ready longest.
+// Selects the call to run: the leader's, or the one that has been ready longest.
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_ || (leaving_ && on_progress_thread_)) return false;
@@ -236,19 +236,19 @@ bool Communicator::select_next() {
   return true;
 }
 
-// Makes it the call to run. Requires mutex_.
+// Makes it the current call. Requires mutex_.
 void Communicator::start(ExchangePtr exchange) {
   current_ = std::move(exchange);
   leader_call_.reset();
-  waiting_since_ = std::exchange(connecting_since_, std::nullopt);  // else from the first wait on
+  waiting_since_ = std::exchange(connecting_since_, std::nullopt);  // else from its first wait on
   phases_at_wait_start_ = current_->phases_done();
 }
 
-// Whether another process has aborted the group before this one started the call. The call then fails here as well,
-// even if all its inputs are there.
+// Whether another process aborted the group before this one started the call. The call then fails here as well, even if
+// all its inputs are there.
 bool Communicator::abort_if_peer_aborted() {
   if (current_->has_started()) return false;
-  // Once all have joined, one that aborts tells the others. Their own lines are not here when they have just signaled.
+  // Once all have joined, an aborting process tells the others. Their own lines are not here right after they signal.
   if (has_opened_peers_ && !channel_->has_notice_of_abort()) return false;
   for (int process = 0; process < group_.num_processes(); ++process) {
     if (process == group_.self() || !channel_->has_aborted(process)) continue;
@@ -289,7 +289,7 @@ bool Communicator::is_preempted() const {
   return other && *other != current_->call().id;
 }
 
-// Puts the current call back, in favor of the one that the leader has started.
+// Puts the current call back, in favor of the leader's.
 void Communicator::requeue_current() {
   std::lock_guard<std::mutex> lock(mutex_);
   leader_call_ = channel_->staged_call(0, next_round_);
@@ -298,13 +298,14 @@ void Communicator::requeue_current() {
   waiting_since_ = cpu::Clock::now();
 }
 
-// Sleeps until the peer that the call waits for signals.
+// Sleeps until the awaited peer signals.
 void Communicator::wait_for_peer() {
   const int peer = current_->awaited_peer();
   const uint32_t seen = channel_->doorbell(peer);
   const uint64_t steps = current_->num_steps();
   if (current_->advance(*channel_, next_round_) == Exchange::State::done) return complete_current();
-  // The clock goes on while one peer after the other arrives: else a call could wait one deadline for each of them.
+  // The clock goes on while one peer after the other arrives. Otherwise a call could wait one deadline for each of
+  // them.
   if (current_->phases_done() != phases_at_wait_start_) {
     phases_at_wait_start_ = current_->phases_done();
     waiting_since_ = cpu::Clock::now();
@@ -314,7 +315,7 @@ void Communicator::wait_for_peer() {
   const auto waited = Pauses::instance().run_since(*waiting_since_);
   if (waited > kPollInterval) post_current_call();
   if (waited > deadline() || is_hopeless(waited)) {
-    // It may have signaled before it exited.
+    // The process may have signaled before it exited.
     if (current_->advance(*channel_, next_round_) == Exchange::State::done) return complete_current();
     if (current_->num_steps() != steps) return;
     return abort(failure_of_missing_processes(*current_));

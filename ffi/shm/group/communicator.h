@@ -1,5 +1,4 @@
-// communicator.h: runs the calls of a group of processes: in which order, on which thread, and how failures are
-// reported.
+// communicator.h: runs the calls of a group of processes: their order, their thread, and the reporting of failures.
 #pragma once
 
 #include <chrono>
@@ -21,12 +20,12 @@
 
 namespace jax_ring::shm {
 
-// One process's side of a group. The calls of a group run one after the other, in the order in which they become ready
-// in the group's first process, the leader. The other processes start with whatever call is ready, so that nothing is
-// lost if they agree, and switch to the leader's call if it is another one.
+// One process's side of a group. A group's calls run one after the other, in the order in which they become ready in
+// the group's first process, the leader. The other processes start with any ready call, so that nothing is lost if they
+// agree, and switch to the leader's call if it differs.
 //
-// A call runs on the thread that submits it as long as the peers are prompt. Otherwise the communicator's progress
-// thread takes over and sleeps while it waits, because a thread of the runtime must not block.
+// A call runs on the submitting thread as long as the peers are prompt. Otherwise the communicator's progress thread
+// takes over and sleeps while it waits, because a thread of the runtime must not block.
 class Communicator {
  public:
   // capacities: of the group's first segment, then of larger ones. segments: connected by the progress thread.
@@ -39,25 +38,25 @@ class Communicator {
 
   const Group& group() const { return group_; }
 
-  // Fails the pending calls and all later ones, here and in the other processes, which hear at once how this process
-  // has left: a departure, or the failure of which it leaves. Returns when that is done, or after kMaxWaitToLeave, if
-  // the thread that runs the calls is busy that long. Does nothing in a group that has failed.
+  // Fails the pending calls and all later ones, here and in the other processes. These learn at once how this process
+  // left: a departure, or the failure that made it leave. Returns when that is done, or after kMaxWaitToLeave if the
+  // thread that runs the calls is busy that long. Does nothing in a failed group.
   static constexpr std::chrono::seconds kMaxWaitToLeave{1};
   void leave(const CallFailure& how);
 
-  // Gives memory back that no call has used since the last time that this was called.
+  // Gives back memory that no call has used since the previous call of this function.
   void release_idle_memory();
 
-  // Takes the call over, as Exchange::begin() does. If it completes before this returns, its rendezvous is returned and
-  // the caller completes the ranks. Otherwise null is returned and CompletionThreads completes them.
+  // Takes the call over, like Exchange::begin(). If it completes before this returns, its rendezvous is returned and
+  // the caller completes the ranks. Otherwise returns null, and CompletionThreads completes them.
   cpu::RendezvousPtr submit(Call&& call);
 
  private:
   using ExchangePtr = std::unique_ptr<Exchange>;
 
-  // Poll interval of a sleeping thread, which nothing wakes when a process exits.
+  // Poll interval of a sleeping thread: nothing wakes it when a process exits.
   static constexpr std::chrono::milliseconds kPollInterval{20};
-  // How long a call waits for a process that shares no memory with this one yet, before it asks for news of it.
+  // How long a call waits for a process without common memory before it asks for news of it.
   static constexpr std::chrono::milliseconds kPatience{200};
 
   void run_progress_thread();
@@ -113,10 +112,10 @@ class Communicator {
   uint32_t round_at_last_release_ = 0;
   ExchangePtr current_;
   std::optional<uint64_t> leader_call_;                     // the leader's call, if it is not ready here yet
-  std::optional<cpu::Clock::time_point> waiting_since_;     // for the step that the current call is in
+  std::optional<cpu::Clock::time_point> waiting_since_;     // for the current call's current step
   uint64_t phases_at_wait_start_ = 0;                       // of the current call
   std::optional<cpu::Clock::time_point> connecting_since_;  // until the first call: it has waited as long
-  std::optional<cpu::Clock::time_point> aborted_since_;     // when another process was first seen to have aborted
+  std::optional<cpu::Clock::time_point> aborted_since_;     // since another process was first seen to have aborted
   bool has_posted_status_ = false;
   bool has_opened_peers_ = false;  // of the flight recorder
 };

@@ -1,4 +1,4 @@
-// communicator_failure.cc: when the group's calls cannot complete, which process is to blame, and what they fail with.
+// communicator_failure.cc: if the group's calls cannot complete: the process to blame, and the failure.
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
@@ -15,17 +15,17 @@
 namespace jax_ring::shm {
 namespace {
 
-// How long an answer about a process that shares no memory with this one may take.
+// How long to wait for news of a process that shares no memory with this one.
 constexpr std::chrono::milliseconds kTimeForAnswer(500);
 
-// How a process leaves that tells this.
+// The predicate for a process that announces this.
 std::string predicate_of(const CallFailure& how) {
   return how.process == CallFailure::kNone ? how.cause : "failed because " + how.cause;
 }
 
 }  // namespace
 
-// Whether the group cannot complete the current call: what a process has staged before it went is there by now, and it
+// Whether the group cannot complete the current call: data that a process staged before it left is there by now, and it
 // cannot have finished the call unless all others had staged theirs.
 bool Communicator::is_hopeless(cpu::Clock::duration waited) {
   bool has_aborted = false, has_unknown = false;
@@ -46,11 +46,11 @@ bool Communicator::is_hopeless(cpu::Clock::duration waited) {
   }
   if (!has_aborted) return false;
   if (!aborted_since_) aborted_since_ = cpu::Clock::now();
-  // It may have heard before this process why a third one does not come.
+  // It may have learned before this process why a third one does not come.
   return !has_unknown || cpu::Clock::now() - *aborted_since_ > kTimeForAnswer;
 }
 
-// The processes that have left or ended, and so are the cause of whatever the others report.
+// The processes that have left or ended, and so cause the failures that the others report.
 std::vector<int> Communicator::gone_processes() const {
   std::vector<int> left, ended;
   for (int process = 0; process < group_.num_processes(); ++process) {
@@ -65,7 +65,7 @@ std::vector<int> Communicator::gone_processes() const {
   return left.empty() ? ended : left;
 }
 
-// What a process has told when it left, if it has.
+// A process's announcement when it left, if any.
 std::optional<CallFailure> Communicator::how_left(int process) const {
   if (channel_->has_left(process)) {
     CallFailure told = channel_->status_of(process);
@@ -77,9 +77,9 @@ std::optional<CallFailure> Communicator::how_left(int process) const {
 }
 
 // Fails all calls, now and in future: after a timeout this process no longer knows how far its peers are. If it is
-// leaving, it says so instead of `why`. Called by the thread that runs calls.
+// leaving, it announces that instead of `why`. Called by the thread that runs calls.
 void Communicator::abort(CallFailure why) {
-  // Whatever a peer has failed with first, if this failure has no code of its own.
+  // A peer's first failure, if this failure has no code of its own.
   for (int process = 0; channel_ != nullptr && process < group_.num_processes(); ++process) {
     if (why.code != ErrorCode::deadline_exceeded) break;
     if (process != group_.self() && channel_->has_aborted(process)) why.code = channel_->status_of(process).code;
@@ -117,7 +117,7 @@ void Communicator::abort(CallFailure why) {
     channel_.reset();
     memory_.reset();
   }
-  // Before the calls fail, which may end the process at once.
+  // Print before the calls fail, which may end the process at once.
   if (!failed.empty() && !leaving) flight::Recorder::instance().print_once(last_calls.table);
   for (ExchangePtr& exchange : failed) {
     cpu::RendezvousPtr rendezvous = exchange->release();
@@ -164,14 +164,14 @@ CallFailure Communicator::failure_by(int process) const {
   found.rank = group_.ranks_of(process).front();
   if (!what.empty()) found.cause = name_of(process) + " " + what;
   found.text = "P" + name_of(process).substr(1) + " " + what + more;
-  // One that has aborted the group knows who is to blame, unless it blames this process.
+  // A process that has aborted the group knows who is to blame, unless it blames this process.
   const bool knows = found.kind == Kind::aborted && status.process != CallFailure::kNone &&
                      status.process != group_.process_id(group_.self()) && status.kind != Kind::mismatch;
   if (knows) std::tie(found.kind, found.process, found.rank) = std::tie(status.kind, status.process, status.rank);
   return found;
 }
 
-// The same of one that has left. how: what it has told.
+// The same for a process that has left. how: its announcement.
 CallFailure Communicator::failure_by(int process, const CallFailure& how) const {
   CallFailure found = how;
   found.text = "P" + name_of(process).substr(1) + " " + predicate_of(how) + ".";

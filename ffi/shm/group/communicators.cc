@@ -17,7 +17,7 @@
 namespace jax_ring::shm {
 namespace {
 
-// Empty if it is not set.
+// Empty if unset.
 std::string host_id() {
   const char* const named = std::getenv("JAX_RING_HOST_ID");
   return named == nullptr ? "" : named;
@@ -142,7 +142,7 @@ void Communicators::watch_idle_memory() {
       }
     });
   } catch (const std::runtime_error&) {
-    // Then idle groups keep their memory.
+    // Otherwise idle groups keep their memory.
   }
 }
 

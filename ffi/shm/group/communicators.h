@@ -24,17 +24,16 @@ class Communicators {
  public:
   static Communicators& instance();
 
-  // Sets the id of this process among those that share the token, which names their shared memory. A new token means a
-  // new set of processes: the old communicators are dropped.
+  // Sets this process's id among the processes with the same token, which names their shared memory. A new token means
+  // a new set of processes: the old communicators are dropped.
   void join(int64_t process, const std::string& token);
   int64_t process() const;
 
-  // Aborts all groups, those that are still to be formed as well: see Communicator::leave(). For a process that makes
-  // no more calls.
+  // Aborts all groups, including future ones: see Communicator::leave(). For a process that makes no more calls.
   void abort(const CallFailure& how);
 
   // Leaves all groups and forgets the token, the counters, and the failures of executions, so that join() starts afresh
-  // in this process. Programs that were compiled before fail.
+  // in this process. Earlier compiled programs fail.
   void reset();
 
   // Whether this process has had a group since join().
@@ -43,12 +42,12 @@ class Communicators {
   // The communicator of these members, by rank. Throws std::logic_error before join().
   std::shared_ptr<Communicator> get_or_create(const std::vector<Member>& members);
 
-  // Gives memory back that has not been used since the last time. A thread of this class does so every kIdleTime.
+  // Gives back memory unused since the last time. A thread of this class calls it every kIdleTime.
   static constexpr std::chrono::seconds kIdleTime{30};
   void release_idle_memory();
 
-  // How often this has been called for the key. Distinguishes equal calls of a program, which all processes build in
-  // the same order.
+  // How often this was called for the key. Distinguishes equal calls of a program, which all processes build in the
+  // same order.
   int64_t next_index(const std::string& key);
 
   // The run counter of the calls with this identity, in one group.

@@ -1,4 +1,4 @@
-// launch_ids.h: identifies the executions of a call by the same numbers in all processes.
+// launch_ids.h: gives the executions of a call the same numbers in all processes.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace jax_ring::shm {
 
-// The runtime numbers the launches of an executable starting from a hash of it, which may differ between processes: one
-// different line number is enough. The number of launches is the same in all processes: programs of several devices run
+// The runtime numbers an executable's launches from a hash of it, which may differ between processes: one different
+// line number is enough. The number of launches is the same in all processes, because programs of several devices run
 // one after the other, in launch order.
 class RunCounter {
  public:
-  // How many other executions were seen before this one. Equal calls in programs of the same name share a counter.
-  // Different groups do not, since a process need not be in all of them.
+  // How many other executions came before this one. Equal calls in programs of the same name share a counter. Different
+  // groups do not, since a process need not be in all of them.
   int64_t index_of(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found =
@@ -30,7 +30,7 @@ class RunCounter {
   }
 
  private:
-  static constexpr size_t kMaxRecent = 64;  // far more than run at the same time
+  static constexpr size_t kMaxRecent = 64;  // far more than run at once
   std::mutex mutex_;
   int64_t next_ = 0;
   std::deque<std::pair<int64_t, int64_t>> recent_;
@@ -41,13 +41,13 @@ class LaunchIds {
  public:
   explicit LaunchIds(std::shared_ptr<RunCounter> runs) : runs_(std::move(runs)) {}
 
-  // Identifies an execution among all those of calls with this identity, with the same numbers in all processes. The
+  // Identifies an execution among all executions of calls with this identity, by the same numbers in all processes. The
   // second number counts launches since the first execution: if a launch ended in this process before it reached the
   // call, later executions are not mistaken for earlier ones.
   std::pair<int64_t, uint32_t> get(int64_t run_id) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!first_) first_ = run_id;
-    // A loop makes the call again and again in one execution.
+    // A loop repeats the call in one execution.
     if (!last_ || last_->first != run_id) last_ = {run_id, runs_->index_of(run_id)};
     return {last_->second, static_cast<uint32_t>(run_id) - static_cast<uint32_t>(*first_)};
   }

@@ -1,5 +1,5 @@
-// futex.h: atomics that processes share, and waits for a change of one. The model checker has a header of this name
-// that takes the place of this one.
+// futex.h: atomics shared between processes, and waits for a change. The model checker replaces this header by its own
+// of the same name.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanos
   time.tv_nsec = timeout.count() % 1'000'000'000;
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
 #else
-  // There is no such system call between processes: poll.
+  // No such system call works between processes here: poll.
   if (word.load() == seen) std::this_thread::sleep_for(std::min(timeout, std::chrono::nanoseconds(50'000)));
 #endif
 }

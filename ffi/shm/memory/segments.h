@@ -1,4 +1,4 @@
-// segments.h: where the memory of a group comes from, as the group's channel and communicator see it.
+// segments.h: the source of a group's memory, as its channel and communicator see it.
 #pragma once
 
 #include <cstddef>
@@ -20,18 +20,18 @@ class Segments {
 
   virtual ~Segments() = default;
 
-  // Maps the first segment, and waits until the group's first process, the leader, has created it. Throws CallError if
-  // it cannot, and when stop() becomes true. The other processes have been told then.
+  // Maps the first segment, after the group's first process, the leader, has created it. Throws CallError if that
+  // fails, and when stop() becomes true. By then the other processes have been told.
   virtual Memory connect(size_t bytes, const Stop& stop) = 0;
 
-  // For the leader: creates a larger segment. Null if there is no room for it.
+  // For the leader: creates a larger segment. Null if there is no room.
   virtual Memory create(uint32_t number, size_t bytes) = 0;
-  // For the others: maps a segment that the leader has created. Null if this process cannot.
+  // For the others: maps a segment of the leader. Null if this process cannot.
   virtual Memory open(uint32_t number, size_t bytes) = 0;
-  // After this nobody maps the segment any more. By the leader, or when the group is aborted by any process.
+  // Ends new mappings of the segment. Called by the leader, or by any process when the group is aborted.
   virtual void unlink(uint32_t number) = 0;
 
-  // Why another process could not map the first segment; nullopt if it has told nothing.
+  // Why another process could not map the first segment; nullopt if it reported nothing.
   virtual std::optional<CallFailure> failure_of(int process) = 0;
   // After connect() has thrown: leaves nothing behind. Waits until the others have been told, up to the deadline.
   virtual void clean_up(const Stop& stop) = 0;

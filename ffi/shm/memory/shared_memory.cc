@@ -20,7 +20,7 @@
 namespace jax_ring::shm {
 namespace {
 
-// Before the usable memory of the first segment, on a page of its own.
+// The header before the first segment's usable memory, on a page of its own.
 struct Header {
   std::atomic<uint32_t> num_mapped;
 };
@@ -45,7 +45,7 @@ class File {
   const int descriptor_;
 };
 
-// Memory, or why there is none.
+// Memory, or the reason for its absence.
 struct Mapped {
   Memory memory;
   MappingFailure failure;
@@ -60,7 +60,7 @@ Mapped map(const File& file, size_t bytes) {
 Mapped create_file(const std::string& name, size_t bytes) {
   const File file(shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) return {nullptr, MappingFailure::of(MappingFailure::creating, bytes, errno)};
-  // Reserves all of it now: running out of memory on a later access would kill the process.
+  // Reserve all of it now: running out of memory on a later access would kill the process.
   int error;
   do {
     error = posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
@@ -97,7 +97,7 @@ bool leaves_room(size_t bytes) {
   return free - static_cast<double>(bytes) >= kFreePart * all;
 }
 
-// Puts who failed before a failure's text.
+// Puts the failed process before a failure's text.
 CallFailure about(const std::string& who, CallFailure failure) {
   failure.text.insert(0, who + " ");
   return failure;
@@ -134,7 +134,7 @@ Memory SharedMemory::connect(size_t bytes, const Stop& stop) {
 }
 
 Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
-  // Said by each process for itself: there is no place for a note either.
+  // Each process reports it for itself: a note would have no place either.
   if (access("/dev/shm", W_OK | X_OK) != 0)
     throw MappingError(MappingFailure::of(MappingFailure::creating, bytes, errno));
   const double seconds = deadline_seconds_();
@@ -143,7 +143,7 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
   for (;;) {
     if (mapped.failure.error != 0) throw MappingError(mapped.failure);
     if (mapped.memory != nullptr) break;
-    // If it is not the leader that has failed, it may be gone with the segment's name.
+    // If another process than the leader has failed, it may be gone together with the segment's name.
     for (int process = 0; process < num_processes(); ++process) {
       if (const std::optional<CallFailure> known = failure_of(process)) {
         CallFailure failure = about(name_of_process(process), *known);
@@ -171,7 +171,7 @@ Memory SharedMemory::connect_or_fail(size_t bytes, const Stop& stop) {
 }
 
 void SharedMemory::give_up_waiting(double seconds) const {
-  shm_unlink(name_.c_str());  // the first process may have exited while creating it
+  shm_unlink(name_.c_str());  // the first process may have exited during creation
   const std::string leader = name_of_process(0);
   std::ostringstream text;
   text << leader << ", the group's first, did not create the shared memory within " << seconds

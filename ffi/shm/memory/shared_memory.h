@@ -1,4 +1,4 @@
-// shared_memory.h: the memory of a group of processes as POSIX shared memory, whose names are removed once all have
+// shared_memory.h: the memory of a group of processes as POSIX shared memory. Its names are removed once all have
 // mapped it.
 #pragma once
 
@@ -13,14 +13,14 @@
 
 namespace jax_ring::shm {
 
-// The segments of one group. They are accessible to this user only. Nothing is left behind however the processes exit,
-// once all of them have mapped a segment.
+// A group's segments. Only this user can access them. Once all processes have mapped a segment nothing is left behind,
+// however they exit.
 class SharedMemory final : public Segments {
  public:
-  // name: for shm_open; secret enough that no other program uses it. processes: the runtime's id of each one.
-  // self: the index of this one; 0 is the leader, which creates the segments.
-  // deadline_seconds: how long connect() waits for it. host_id: by which name the processes are on one host, for the
-  // error message; empty if they have none.
+  // name: for shm_open; secret enough that no other program uses it. processes: the runtime's id of each one. self:
+  // this process's index; 0 is the leader, which creates the segments. deadline_seconds: how long connect() waits for
+  // the leader. host_id: the name by which the processes count as on one host, for the error message; empty if they
+  // have none.
   SharedMemory(std::string name, std::vector<int64_t> processes, int self, std::function<double()> deadline_seconds,
                std::string host_id = "");
 
@@ -44,7 +44,7 @@ class SharedMemory final : public Segments {
   const std::function<double()> deadline_seconds_;
   const std::string host_id_;
   FailureNotes notes_;
-  std::vector<std::optional<CallFailure>> failures_;  // of the processes that have told one
+  std::vector<std::optional<CallFailure>> failures_;  // from processes that have reported one
 };
 
 }  // namespace jax_ring::shm

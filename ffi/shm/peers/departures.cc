@@ -1,4 +1,4 @@
-// departures.cc: passes questions to the thread that looks, and its answers to those who ask.
+// departures.cc: passes questions to the looking thread, and its answers to those who ask.
 #include "shm/peers/departures.h"
 
 #include <chrono>

@@ -1,5 +1,4 @@
-// departures.h: which processes of the program have left it, for calls that wait for one that shares no memory with
-// this process yet.
+// departures.h: the processes that have left the program, for calls that wait for a process without common memory yet.
 #pragma once
 
 #include <condition_variable>
@@ -14,25 +13,25 @@
 
 namespace jax_ring::shm {
 
-// The groups that a process has connected hear of its end through their shared memory. For the others someone has to
-// look: a thread of Python, in the key-value store of the program. It looks only while a call waits.
+// Connected groups learn of a process's end through their shared memory. For other groups someone has to look: a Python
+// thread, in the program's key-value store. It looks only while a call waits.
 class Departures {
  public:
   static Departures& instance();
 
-  // What a process has told when it left; nullopt if it is not known to have left.
+  // A process's announcement when it left; nullopt if it is not known to have left.
   std::optional<CallFailure> of(int64_t process) const;
 
-  // Asks for news of a process that a call waits for.
+  // Asks for news of an awaited process.
   void ask(int64_t process);
 
-  // The processes that have been asked for since the last time. Waits for up to `seconds` for there to be one.
+  // The processes asked for since the last time. Waits up to `seconds` for one.
   std::vector<int64_t> await_questions(double seconds);
   // Ends these waits, now and in future.
   void end_questions();
   void note(int64_t process, const CallFailure& how);
 
-  // Forgets everything: the processes of another runtime are others.
+  // Forgets everything: a new runtime has other processes.
   void clear();
 
  private:

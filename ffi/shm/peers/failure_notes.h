@@ -1,5 +1,4 @@
-// failure_notes.h: tells the other processes of a group that one could not map the memory with which it would tell
-// them.
+// failure_notes.h: tells a group's other processes that one could not map the memory through which it would report.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +15,17 @@ struct MappingFailure {
   int error = 0;  // errno
   Step step = creating;
   size_t bytes = 0;  // of the segment
-  size_t files = 0;  // that the process may have open; only if there are no more
+  size_t files = 0;  // how many the process may have open; only if no more are left
 
-  // error: the errno of the system call that has just failed.
+  // error: errno of the failed system call.
   static MappingFailure of(Step step, size_t bytes, int error);
 
-  // With a text that follows what names the process.
+  // The text continues a sentence that names the process.
   CallFailure failure() const;
 };
 
 // A note to one process is a symbolic link with a short target beside the segment. It takes no space of the file
-// system, whose kernel keeps such a target with the link, and no file descriptor: there may be none left of either.
+// system, because the kernel keeps a short target with the link, and no file descriptor. Neither may be left.
 class FailureNotes {
  public:
   // name: of the segment, for shm_open.
@@ -35,13 +34,13 @@ class FailureNotes {
   FailureNotes(const FailureNotes&) = delete;
   FailureNotes& operator=(const FailureNotes&) = delete;
 
-  // Writes to each of the others. Does nothing where it cannot.
+  // Writes to all other processes. Does nothing where it cannot.
   void write(const MappingFailure& failure);
-  // Whether all have read what this process wrote.
+  // Whether all have read this process's notes.
   bool are_read() const;
-  // Removes what nobody has read.
+  // Removes unread notes.
   void remove();
-  // The note of another process to this one, which is removed with it; nullopt if there is none.
+  // Another process's note to this one, which it removes; nullopt if there is none.
   std::optional<MappingFailure> take(int process);
 
  private:
