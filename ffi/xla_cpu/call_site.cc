@@ -1,4 +1,4 @@
-// call_site.cc: the stage `instantiate` of the custom calls, which finds out who takes part in a call.
+// call_site.cc: the stage `instantiate` of the custom calls: finds the participants of a call.
 #include "xla_cpu/call_site.h"
 
 #include <exception>
@@ -22,8 +22,8 @@ std::vector<bool> are_local(const std::vector<int64_t>& processes) {
   return local;
 }
 
-// Equal calls of a program are distinguished by the order in which a process builds them. The name of the program is
-// the same in all processes up to its '#'.
+// Equal calls of a program are told apart by the order in which a process builds them. The program's name is the same
+// in all processes up to its '#'.
 Hash identity_of(const Attributes& call) {
   Hash hash = call.hash;
   if (call.program.empty()) return hash;
@@ -77,7 +77,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary attributes) 
   }
 }
 
-// A barrier of the ranks of this process. It has the state of a call, for the sake of one FFI type.
+// A barrier of this process's ranks. It has the state type of a call, to need only one FFI type.
 ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate_barrier(ffi::Span<const int64_t> members,
                                                             ffi::Span<const int64_t> processes) {
   try {

@@ -1,4 +1,4 @@
-// call_site.h: what a call instruction says of itself, once for all its executions.
+// call_site.h: the decoded attributes of a call instruction, once for all its executions.
 #pragma once
 
 #include <atomic>
@@ -28,13 +28,13 @@ struct CrossProcessGroup {
 struct CallSite {
   static xla::ffi::TypeId id;
   explicit CallSite(Attributes attributes);
-  const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);  // of no other call site
+  const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);  // unique among call sites
   const Attributes call;
   RendezvousMap rendezvous_map;
   flight::RecordedCall* recorded = nullptr;
   // For groups that span several processes.
   std::shared_ptr<const std::string> text;  // for error messages
-  Hash hash;                                // of what identifies the call, the same in all processes
+  Hash hash;                                // of the call's identity, the same in all processes
   std::vector<std::optional<CrossProcessGroup>>
       groups;  // nullopt if a group is within one process, or has no rank here
 

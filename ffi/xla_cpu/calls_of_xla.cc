@@ -1,4 +1,4 @@
-// calls_of_xla.cc: notes when XLA's collectives of a call begin and end.
+// calls_of_xla.cc: records when a call's XLA collectives begin and end.
 #include "xla_cpu/calls_of_xla.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ CallsOfXla& CallsOfXla::instance() {
 
 void CallsOfXla::begin(CallOfXla call) {
   std::lock_guard<std::mutex> lock(mutex_);
-  // Calls of one execution may overlap. One of an earlier execution of this rank has failed if it is still here, unless
-  // the executions overlap too: then its end is not found, which does no harm.
+  // Calls of one execution may overlap. If a call of an earlier execution of this rank is still here, it has failed,
+  // unless the executions overlap too: then its end finds no entry, which does no harm.
   const auto is_stale = [&](const CallOfXla& other) {
     return other.partition == call.partition && other.run_id != call.run_id && other.call == call.call;
   };
@@ -49,7 +49,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The processes of the group that a rank is in.
+// The processes of a rank's group.
 std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> members,
                                     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
   size_t begin = 0;

@@ -1,4 +1,4 @@
-// calls_of_xla.h: the collectives of XLA between processes that this process waits in, for error messages.
+// calls_of_xla.h: XLA's collectives between processes in which this process waits, for error messages.
 #pragma once
 
 #include <chrono>
@@ -12,13 +12,13 @@
 
 namespace jax_ring::cpu {
 
-// A call that XLA serves. Its ranks are on several hosts, and no engine can see why it does not end.
+// A call served by XLA. Its ranks are on several hosts, and no engine can see why it does not end.
 struct CallOfXla {
   int64_t run_id;
   int64_t partition;
-  std::string call;                // what is called
-  std::string text;                // the same, and where it is in the user's program
-  std::vector<int64_t> processes;  // those of the ranks that it communicates with, its own as well
+  std::string call;                // the call
+  std::string text;                // the call, and its line in the user's program
+  std::vector<int64_t> processes;  // of its ranks' communication partners and its own
   std::chrono::steady_clock::time_point begin;
 };
 
@@ -30,10 +30,10 @@ class CallsOfXla {
   void begin(CallOfXla call);
   void end(int64_t run_id, int64_t partition, std::string_view call);
 
-  // The calls that have begun and not ended, the oldest first.
+  // The unfinished calls, oldest first.
   std::vector<CallOfXla> open() const;
 
-  // Forgets them.
+  // Returns and forgets them.
   std::vector<CallOfXla> take();
 
  private:
@@ -41,7 +41,7 @@ class CallsOfXla {
   std::vector<CallOfXla> calls_;
 };
 
-// The stage `execute` of `jax_ring.between_hosts`, two of which enclose XLA's collectives of one call.
+// The stage `execute` of `jax_ring.between_hosts`. Two such calls enclose the XLA collectives of one call.
 //
 // Operands: the caller's partition id (uint32 scalar), then the operands of XLA's collectives, or their results.
 // Results:  these operands, unchanged; in the same buffers where XLA can.

@@ -19,7 +19,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Elements of an operand of a call, or of one of its slots if it has several, from those of the operand and its result.
+// Elements of a call's operand, or of one of its slots if it has several, from the elements of the operand and its
+// result.
 size_t count_of(const Message& message, int num_ranks, size_t operand, size_t result) {
   if (!folds_along_tree(message.plan)) {
     if (result == result_count(message.plan, num_ranks, operand)) return operand;
@@ -73,7 +74,7 @@ void decode_ragged(int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets re
   size_t row_bytes = ffi::ByteWidth(output.element_type());
   for (size_t i = 1; i < output.dimensions().size(); ++i) row_bytes *= output.dimensions()[i];
   const RaggedTable sizes{table.untyped_data(), is_64_bit, num_ranks, static_cast<size_t>(of_table[2])};
-  // All ranks have the same table, so that all fail if one does.
+  // All ranks have the same table, so all fail if one does.
   message.slices = std::make_shared<std::vector<Part>>(slices_of(sizes, row_bytes, rows, result_rows));
   message.plan.slices = message.slices->data();
   message.plan.num_slices = static_cast<int>(message.slices->size());
@@ -86,7 +87,7 @@ void decode_ragged(int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets re
   }
 }
 
-// How the elements of a part become float32, if they are in another form, or are to be rounded first.
+// How to convert a part's elements to float32, if they have another form or must be rounded first.
 Conversion conversion_of(const Message& message, ffi::DataType rounds_to, ffi::DataType from, ffi::DataType to) {
   const bool scatters = message.plan.collective == Collective::reduce_scatter,
              rounds = rounds_to != ffi::DataType::INVALID;
@@ -105,7 +106,7 @@ Conversion conversion_of(const Message& message, ffi::DataType rounds_to, ffi::D
   return {rounds ? sums.rounded : sums.stored, ffi::ByteWidth(from), sizeof(float)};
 }
 
-// Of a reduce-scatter whose operand is a part of an array, or of an all-gather whose result is.
+// For a reduce-scatter with a part of an array as operand, or an all-gather with one as result.
 void decode_part(const Attributes& call, int num_ranks, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  Message& message, Participant& participant) {
   const auto [begin, size] = *call.part;
@@ -119,7 +120,7 @@ void decode_part(const Attributes& call, int num_ranks, ffi::RemainingArgs args,
   message.conversion = conversion_of(message, call.rounds_to, input.element_type(), output.element_type());
   const EngineType type = engine_type_of(message.plan, input.element_type());
   message.dtype = type.dtype;
-  // An element of the engine, in elements of the operand and of the result.
+  // The sizes of an engine element in operand and result elements.
   size_t of_input = 1, of_output = 1;
   if (message.conversion.kernel != nullptr) {
     of_input = message.conversion.operand_bytes / ffi::ByteWidth(input.element_type());

@@ -1,4 +1,4 @@
-// decode.h: the operands and results of a custom call, checked, as the engine takes them.
+// decode.h: checks a custom call's operands and results, and converts them for the engine.
 #pragma once
 
 #include "attributes/attributes.h"
@@ -8,10 +8,10 @@
 
 namespace jax_ring::cpu {
 
-// Adds the buffers of a rank to what it contributes, and describes them in the message, which has its plan, its tree
-// and its number of results, and no operands. A ragged all-to-all has three operands and one result: the table that the
-// ranks have gathered, see RaggedTable, of shape (ranks, 4, slices) and type int32 or int64; the rows to send; and what
-// the result has where nothing is received, which is copied to it, unless it is there already.
+// Adds a rank's buffers to its contribution, and describes them in the message, which already has its plan, tree and
+// number of results, but no operands. A ragged all-to-all has three operands and one result: the table gathered by the
+// ranks, see RaggedTable, of shape (ranks, 4, slices) and type int32 or int64; the rows to send; and the result's
+// contents where nothing is received, which are copied to the result unless they are there already.
 //
 // Throws std::invalid_argument if the buffers do not fit the collective in a group of `num_ranks` ranks.
 void decode(const Attributes& call, int num_ranks, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,

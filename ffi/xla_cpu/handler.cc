@@ -1,4 +1,4 @@
-// handler.cc: the way of the custom call to the rendezvous and the engine, each time that it is executed.
+// handler.cc: takes a custom call to the rendezvous and the engine, at each execution.
 #include "xla_cpu/handler.h"
 
 #include <memory>
@@ -28,11 +28,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What a call returns that is done already: the runtime then goes on without the objects of a future.
+// The return value of a call that is done already: it saves the runtime the objects of a future.
 struct Done {};
 using Result = std::variant<Done, ffi::Future>;
 
-// Whether this thread is known to be one of the runtime's pool.
+// Whether this thread is known to belong to the runtime's pool.
 thread_local bool is_of_pool = false;
 
 }  // namespace
@@ -67,15 +67,15 @@ class XlaWorkers final : public Workers {
   ffi::ThreadPool& pool_;
 };
 
-// Whether further parts of an array follow that an all-gather is for. They cross hosts meanwhile.
+// Whether more parts of the all-gather's array follow. They cross hosts meanwhile.
 bool is_followed(const CallSite& site, ffi::RemainingRets rets) {
   const std::optional<Range>& part = site.call.part;
   if (!part || site.call.plan.collective != Collective::all_gather) return false;
   return part->begin + part->count < (**rets.get<ffi::AnyBuffer>(0)).element_count();
 }
 
-// The parts of an array are gathered into one result, whose memory is mostly fresh. Page faults would take the time
-// that XLA needs to copy and to add what crosses hosts.
+// The parts of an array are gathered into one result, mostly in fresh memory. Page faults would take time from XLA's
+// copies and additions of data that crosses hosts.
 void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
   const std::optional<Range>& part = site.call.part;
   if (!part || site.call.plan.collective != Collective::all_gather || part->begin > 0) return;
@@ -83,7 +83,7 @@ void prepare_result(const CallSite& site, ffi::RemainingRets rets) {
   advise_huge_pages(result.untyped_data(), result.size_bytes());
 }
 
-// By what the other processes know a call that a loop makes again and again, the same in one execution.
+// The other processes' key for a call that a loop repeats, the same throughout one execution.
 struct Identity {
   uint64_t site = 0;
   int group = 0;
@@ -102,19 +102,19 @@ Identity identity_of(const CallSite& site, int group, int64_t run_id, const Mess
   return {site.number, group, run_id, hash.value(), one_shot};
 }
 
-// What completes a call later.
+// The later completion of a call.
 struct Pending {
   ffi::Promise promise;
   ffi::Future future{promise};
 };
 
-// What a thread keeps from one call for the next, so that a loop of small calls neither allocates memory nor finds out
-// again what it knows.
+// A thread's cache from one call to the next, so that a loop of small calls neither allocates memory nor repeats
+// lookups.
 struct Kept {
   Participant participant;
   shm::Call call;
   Identity identity;  // of the last call between processes
-  // Of the last one that was done at once.
+  // Of the last call that was done at once.
   std::optional<Pending> pending;
   RendezvousPtr rendezvous;
   WaitingRankPtr waiting = std::make_shared<WaitingRank>();
@@ -157,7 +157,7 @@ Completion completion_of(const ffi::Promise& to_complete) {
 // while others cross hosts.
 bool may_wait(const CallSite& site, int group) { return !site.groups[group].has_value() && !site.call.part; }
 
-// Says how the rank of this thread may wait.
+// Sets how this thread's rank may wait.
 void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::ThreadPool& pool) {
   if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
   kept.waiting->skip();
@@ -167,20 +167,20 @@ void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::Threa
                         pool.num_threads() >= site.rendezvous_map.groups().num_local()};
 }
 
-// The rank waits on a thread of the pool, and goes on there. Terminates the process if there is no memory for the task:
-// the others count on this rank by now.
+// The rank waits on a pool thread, and goes on there. Terminates the process if there is no memory for the task: by now
+// the others count on this rank.
 void wait_on_pool(ffi::ThreadPool& pool, WaitingRankPtr waiting, const ffi::Promise& to_complete) noexcept {
-  // Shared, as a std::function has to be copied.
+  // Shared, because a std::function must be copyable.
   auto done = std::make_shared<Completion>(completion_of(to_complete));
   pool.Schedule([waiting = std::move(waiting), done = std::move(done), caller = std::this_thread::get_id()] {
-    // A pool whose queue is full runs a task at once, on the thread that schedules it. The rank is then completed.
+    // A pool with a full queue runs a task at once, on the scheduling thread. The rank is then completed.
     if (std::this_thread::get_id() == caller) return;
     is_of_pool = true;
     if (waiting->wait()) (*done)(nullptr);
   });
 }
 
-// Runs the call of a group within this process, whose ranks have all arrived.
+// Runs the call of a group within this process, after all its ranks have arrived.
 void run_within_process(const CallSite& site, RendezvousPtr rendezvous, const Message& message, ffi::ThreadPool& pool,
                         ffi::RemainingRets rets) {
   // The next part crosses hosts, and the links must not wait.

@@ -14,8 +14,8 @@ namespace jax_ring::cpu {
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
 
-// Stages of `jax_ring.barrier`, which ends a program whose ranks may leave out a call: a rank completes it when all
-// ranks of this process have, and all fail if a call of the execution fails.
+// Stages of `jax_ring.barrier`, which ends a program if its ranks may skip a call: a rank completes it when all ranks
+// of this process have, and all fail if a call of the execution fails.
 //
 // Operands: the caller's partition id (uint32 scalar), then any values to wait for. Results: none.
 // Attributes:

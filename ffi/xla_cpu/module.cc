@@ -44,7 +44,7 @@ nb::capsule capsule_of(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
-// The dtype that collective/fold.h gives this name.
+// The dtype with this name in collective/fold.h.
 jax_ring::DType dtype_named(const std::string& name) {
 #define JAX_RING_COMPARE(dtype, element) \
   if (name == #dtype) return jax_ring::DType::dtype;
@@ -90,7 +90,7 @@ std::vector<CallTotals> call_statistics(bool reset) {
 
 using RecordedProcess = std::tuple<int64_t, int64_t, uint64_t, std::vector<nb::dict>>;
 
-// pid: 0 if it is not known.
+// pid: 0 if unknown.
 RecordedProcess records_of(int64_t pid, const jax_ring::flight::Snapshot& snapshot, int64_t now) {
   constexpr const char* kStates[] = {"arriving", "ready", "done", "failed"};
   std::vector<nb::dict> records;
@@ -180,7 +180,7 @@ std::optional<FailureFields> failure(int64_t number) {
                        optional_of(found->process), optional_of(found->rank), found->cause, found->text);
 }
 
-// What a process tells that leaves. kind, process, rank: of the failure of which it leaves.
+// The announcement of a leaving process. kind, process, rank: of the failure that makes it leave.
 CallFailure departure(const std::string& cause, const std::string& kind, std::optional<int64_t> process,
                       std::optional<int64_t> rank) {
   CallFailure told = CallFailure::departure(cause);
@@ -192,7 +192,7 @@ CallFailure departure(const std::string& cause, const std::string& kind, std::op
   return told;
 }
 
-// (seconds since it began, text, processes) of each call.
+// (seconds since its start, text, processes) of each call.
 std::vector<std::tuple<double, std::string, std::vector<int64_t>>> ages_of(
     std::vector<jax_ring::cpu::CallOfXla> calls) {
   const auto now = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// python_lock.cc: a thread that takes the interpreter's lock, so that who needs it need not wait for long.
+// python_lock.cc: a thread that takes the interpreter's lock, so that others need not wait for it long.
 #include "xla_cpu/python_lock.h"
 
 #include <Python.h>
@@ -13,7 +13,7 @@
 namespace jax_ring::cpu {
 namespace {
 
-// A thread in Python may keep the lock for as long as it likes, and wait for an execution meanwhile.
+// A thread in Python may keep the lock as long as it likes, and wait for an execution meanwhile.
 constexpr std::chrono::milliseconds kLongestWait{200};
 
 class PythonLock final : public LaunchLock {
@@ -22,7 +22,7 @@ class PythonLock final : public LaunchLock {
     if (!Py_IsInitialized()) return false;
     auto state = std::make_shared<State>();
     try {
-      // The thread ends where it stands if the interpreter ends before it has the lock.
+      // If the interpreter ends first, this thread ends without the lock.
       start_detached("keeps Python from launching", [state] {
         const PyGILState_STATE before = PyGILState_Ensure();
         {

@@ -1,4 +1,4 @@
-// python_lock.h: the interpreter's lock, without which no Python program launches executions.
+// python_lock.h: the interpreter's lock: without it no Python program launches executions.
 #pragma once
 
 #include <memory>
