@@ -1,4 +1,4 @@
-// attributes_test.cc: the attributes of a custom call as they are decoded, and those that are refused.
+// attributes_test.cc: the decoded attributes of a custom call, and refused ones.
 #include "attributes/attributes.h"
 
 #include <gtest/gtest.h>
@@ -35,7 +35,7 @@ std::string refusal(const Attributes& attributes) {
   return "";
 }
 
-// Of a call of three ranks with other values than a sum has.
+// Attributes of a call of three ranks, with other values than a sum's.
 Attributes with(const Attributes& changes, const std::string& collective = "all_reduce") {
   Attributes all = changes;
   all.merge(call_attributes(3, collective));
@@ -69,7 +69,7 @@ TEST(AttributesOf, DecodesThem) {
   EXPECT_EQ(part.rounds_to, xla::ffi::BF16);
 }
 
-// Of calls that compute something else, but not of those of other lines.
+// The hash differs for calls that compute something else, but not for calls on other lines.
 TEST(AttributesOf, TellsCallsApart) {
   const auto hash = [](const Attributes& changes, const std::string& collective = "all_reduce") {
     return decoded(with(changes, collective)).hash.value();

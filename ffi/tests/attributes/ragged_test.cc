@@ -1,4 +1,4 @@
-// ragged_test.cc: the ragged all-to-all within a process and between processes, and tables that are refused.
+// ragged_test.cc: the ragged all-to-all within a process and between processes, and refused tables.
 #include "attributes/ragged.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr unsigned char kBefore = 0xa5;  // in every byte of the results before the call
 
-// The numbers that the ranks of a group have exchanged.
+// The numbers exchanged by a group's ranks.
 template <class Number>
 struct Numbers {
   int num_ranks;
@@ -36,7 +36,7 @@ struct Numbers {
   RaggedTable table() const { return {all.data(), std::is_same_v<Number, int64_t>, num_ranks, num_slices}; }
 };
 
-// Random slices, some of them empty, that do not overlap in any result. The slices of an operand may overlap.
+// Random slices, some empty, without overlap in any result. Slices of an operand may overlap.
 template <class Number>
 Numbers<Number> random_numbers(int num_ranks, size_t each, size_t rows, unsigned seed) {
   std::minstd_rand random(seed);
@@ -55,7 +55,7 @@ Numbers<Number> random_numbers(int num_ranks, size_t each, size_t rows, unsigned
       next += size > 0 ? gap : 0;
       numbers.at(source, 0, sent) = static_cast<Number>(random() % (rows - size + 1));
       numbers.at(source, 1, sent) = static_cast<Number>(size);
-      // Empty slices are nowhere.
+      // Empty slices have no place.
       numbers.at(source, 2, sent) = static_cast<Number>(size == 0 ? rows + 1000 : next);
       numbers.at(receiver, 3, expected) = static_cast<Number>(size);
       next += size;
@@ -111,7 +111,7 @@ void expect_moved(int num_ranks, size_t each, size_t rows, size_t result_rows, s
   for (const Outcome& of_rank : outcomes) rendezvous->done.push_back(of_rank.completion());
   {
     Threads workers;
-    // The message ends before the work does.
+    // The message ends before the work is done.
     run_collective(std::move(rendezvous),
                    message_of(slices_of(numbers.table(), row_bytes, rows, result_rows), rows * row_bytes), workers);
     for (const Outcome& of_rank : outcomes) ASSERT_TRUE(of_rank.wait());
@@ -144,7 +144,7 @@ TEST(Ragged, RowsWithoutElements) {
   ASSERT_NO_FATAL_FAILURE(expect_moved<int32_t>(3, 2, 10, 10, 0, 1));
 }
 
-// More than one thread does, and more than the caches hold.
+// Enough for several threads, and more than the caches hold.
 TEST(Ragged, LargeMessages) { ASSERT_NO_FATAL_FAILURE(expect_moved<int32_t>(4, 3, 40'009, 40'009, 64, 1)); }
 
 // Two ranks, each with one row for itself and two for the other.
@@ -203,7 +203,7 @@ TEST(Ragged, RefusesWhatIsNotWithinItsBuffersOrNotExpected) {
             "slice 0 of rank 1, 2 rows from row 2 on in the result of rank 0, is not within that: it has 3 rows");
 }
 
-// Both sides agree on a size that is larger than every buffer.
+// Both sides agree on a size larger than every buffer.
 TEST(Ragged, RefusesSizesBeyondAnyBuffer) {
   constexpr int64_t kMost = INT64_MAX;
   Numbers<int64_t> numbers(1, 1);
@@ -238,7 +238,7 @@ TEST(Ragged, BetweenProcesses) {
   }
 }
 
-// All goes from one rank to one other: the sizes of the pieces differ as much as they can.
+// All data goes from one rank to one other: the pieces differ in size as much as possible.
 TEST(Ragged, OneSliceBetweenProcesses) {
   using namespace shm;
   constexpr size_t kRows = 20'000;

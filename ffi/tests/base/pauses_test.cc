@@ -1,4 +1,4 @@
-// pauses_test.cc: how long a process has run, by a clock of the test.
+// pauses_test.cc: the running time of a process, by a clock of the test.
 #include "base/pauses.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ constexpr seconds kInterval{1};
 
 Pauses::Time at(int second) { return Pauses::Time(seconds(100 + second)); }
 
-// What looks at each second, but for those in which the process is stopped.
+// Looks each second, except while the process is stopped.
 struct Looks {
   void run(int from, int to) {
     for (int second = from; second <= to; ++second) pauses.look(at(second), kInterval);
@@ -32,14 +32,14 @@ TEST(Pauses, ThereIsNoneBeforeTheFirstLook) {
 TEST(Pauses, AreNotCounted) {
   Looks looks;
   looks.run(0, 3);
-  // Stopped for 20 s, of which one second would have passed anyway.
+  // Stopped for 20 s, one second of which counts as running.
   looks.run(23, 25);
   EXPECT_EQ(looks.pauses.run_since(at(0), at(25)), seconds(25 - 19));
   EXPECT_EQ(looks.pauses.run_since(at(10), at(25)), seconds(25 - 10 - 13));
   EXPECT_EQ(looks.pauses.run_since(at(23), at(25)), seconds(2));
 }
 
-// Whoever comes first after a pause.
+// Any thread may come first after a pause.
 TEST(Pauses, AreSeenByThoseWhoAsk) {
   Looks looks;
   looks.run(0, 3);
@@ -74,7 +74,7 @@ TEST(Pauses, TheDeadlineComesAtLast) {
   EXPECT_EQ(turn, 60);
 }
 
-// The thread that asks has read the clock before one that has come first.
+// The asking thread has read the clock before another one that came first.
 TEST(Pauses, TimesOutOfOrder) {
   Looks looks;
   looks.run(0, 3);
@@ -84,7 +84,7 @@ TEST(Pauses, TimesOutOfOrder) {
   EXPECT_EQ(looks.pauses.run_since(at(0), at(25)), seconds(5));
 }
 
-// As the watchdog does, when a shorter deadline has been set.
+// As in the watchdog, after a shorter deadline has been set.
 TEST(Pauses, AnotherInterval) {
   Pauses pauses;
   pauses.look(at(0), seconds(10));

@@ -9,7 +9,7 @@
 namespace jax_ring {
 namespace {
 
-// Visits the chunks in order and checks everything that the header promises.
+// Visits the chunks in order and checks every promise of the header.
 void expect_exact_cover(const std::vector<size_t>& counts, size_t chunk_elements) {
   SCOPED_TRACE(::testing::Message() << "counts " << ::testing::PrintToString(counts) << ", chunks of "
                                     << chunk_elements);

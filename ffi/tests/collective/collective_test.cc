@@ -19,7 +19,7 @@ namespace {
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 8, 9, 16};
 constexpr int kFewRanks[] = {1, 3, 4, 9};  // for expensive tests
 
-// Operand sizes around the edges. Where an operand has blocks they are multiples of the number of ranks.
+// Operand sizes around the edges. Where operands have blocks, multiples of the number of ranks.
 std::vector<size_t> counts_for(const Plan& plan, int num_ranks, size_t element_bytes) {
   const size_t p = num_ranks, pack = 16 / element_bytes;
   std::vector<size_t> counts{0, 1, p - 1, p, p + 1, pack, p * pack - 1, p * pack, p * pack + 1, 211};
@@ -87,7 +87,7 @@ TEST(AnyOrder, IsRankOrderExceptInARing) {
     if (in_rank_order.order == Order::ring) continue;
     Plan any = in_rank_order;
     any.order = Order::any;
-    // As it is, too: an engine that moves no data need not decide.
+    // Unchanged, too: an engine that moves no data need not decide.
     EXPECT_EQ(num_parts(any, 3), num_parts(in_rank_order, 3));
     EXPECT_EQ(part_of(any, 3, 90, 4, 0).sources.first, part_of(in_rank_order, 3, 90, 4, 0).sources.first);
     const bool is_sum_of_all = any.collective == Collective::all_reduce || any.collective == Collective::reduce;

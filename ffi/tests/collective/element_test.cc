@@ -120,7 +120,7 @@ TEST_P(SmallFloatTest, SpecialValues) {
     for (float value : {huge, -huge}) {
       const uint32_t code = narrow(dtype(), value);
       if (ieee) {
-        // The code after the largest finite one; bfloat16 rounds float32's largest number up to it, too.
+        // The code after the largest finite one; bfloat16 also rounds float32's largest number up to it.
         EXPECT_EQ(code, (largest + 1) | (value < 0 ? sign : 0)) << value;
       } else {
         EXPECT_TRUE(reference().is_nan(code)) << value << " became " << code;
@@ -136,7 +136,7 @@ TEST_P(SmallFloatTest, SpecialValues) {
   EXPECT_EQ(narrow(dtype(), 0.0f), 0u);
   const uint32_t negative_zero = reference().format().top == Top::fnuz ? 0 : sign;
   EXPECT_EQ(narrow(dtype(), -0.0f), negative_zero);
-  // Numbers below half the smallest subnormal keep their sign where there is a negative zero.
+  // Numbers below half the smallest subnormal keep their sign if there is a negative zero.
   EXPECT_EQ(narrow(dtype(), -std::numeric_limits<float>::denorm_min()), negative_zero);
 }
 

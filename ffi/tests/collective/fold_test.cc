@@ -53,14 +53,15 @@ constexpr size_t kBegins[] = {0, 1, 1000};
 constexpr size_t kLongest = 1000 + 3079;
 
 enum class Aliasing { none, every_rank, odd_ranks };
-// Where the results are, and whether they are written with streaming stores, which need aligned outputs.
+// The place of the results, and whether they are written with streaming stores, which need aligned outputs.
 enum class Writing { unaligned, aligned, aligned_streaming };
 
 constexpr unsigned char kUntouched = 0xa5;
 
 class FoldKernelTest : public ::testing::TestWithParam<DType> {
  protected:
-  // Runs one kernel on fresh copies of the inputs and checks all of every buffer, including what must not change.
+  // Runs one kernel on fresh copies of the inputs and checks all bytes of every buffer, including those that must not
+  // change.
   void check(const FoldKernels& kernels, const std::vector<Bytes>& inputs, const Bytes& want, size_t begin,
              size_t count, Aliasing aliasing, Writing writing, Op op) {
     const DType dtype = GetParam();
@@ -71,7 +72,7 @@ class FoldKernelTest : public ::testing::TestWithParam<DType> {
     std::vector<void*> out_pointers;
     const Bytes untouched(inputs[0].size(), kUntouched);
     for (int rank = 0; rank < num_ranks; ++rank) {
-      // Unaligned is a multiple of the element's size and no more. Aligned is where the range starts.
+      // Unaligned buffers start at a multiple of the element's size and no more. Aligned is the start of the range.
       const size_t aligned = (kAlignment - begin * size % kAlignment) % kAlignment;
       in.emplace_back(inputs[rank], writing == Writing::unaligned ? (rank % 3) * size : aligned);
       out.emplace_back(untouched, writing == Writing::unaligned ? (rank % 5) * size : aligned);
@@ -108,7 +109,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
   const DType dtype = GetParam();
   int combination = 0;
   for (int num_ranks : kRanks) {
-    // The operations alternate, so that each is tested with each number of ranks in some dtype, and with each dtype.
+    // The operations alternate, so that each meets each number of ranks in some dtype, and each dtype.
     const Op op = static_cast<Op>((num_ranks + static_cast<int>(dtype)) % static_cast<int>(Op::count));
     const std::vector<Bytes> inputs = random_elements(dtype, num_ranks, kLongest, static_cast<unsigned>(num_ranks));
     std::vector<const void*> pointers;
@@ -134,7 +135,7 @@ TEST_P(FoldKernelTest, AgreesWithScalarFold) {
   }
 }
 
-// Results may be elsewhere than operands, and in more or fewer buffers.
+// Results may be separate from operands, and in more or fewer buffers.
 TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
   const DType dtype = GetParam();
   const size_t size = element_size(dtype);
@@ -164,7 +165,7 @@ TEST_P(FoldKernelTest, PlacesAndNumbersOfBuffersMayDiffer) {
   }
 }
 
-// Trees whose terms are perfect subtrees of every size, and others. The ranks of the last ones have several terms.
+// Trees of perfect subtrees of every size, and others. In the last ones a rank has several terms.
 TEST_P(FoldKernelTest, AgreesWithTheRecursionOverATree) {
   const DType dtype = GetParam();
   constexpr size_t kCount = 301;
@@ -223,7 +224,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, FoldKernelTest, ::testing::ValuesIn(all_dtypes(
 // The fold of one element per rank, on every instruction set.
 void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t want, Op op = Op::sum) {
   for (const FoldKernels* kernels : runnable_kernels()) {
-    // Enough that vector code computes some of them, and the scalar remainder others.
+    // Enough elements for both vector code and its scalar remainder.
     constexpr size_t kCount = 300;
     std::vector<Bytes> buffers(by_rank.size(), Bytes(kCount * element_size(dtype)));
     std::vector<const void*> inputs;
@@ -244,7 +245,7 @@ void expect_fold(DType dtype, const std::vector<uint64_t>& by_rank, uint64_t wan
   }
 }
 
-// The 8-bit floats, whose conversions differ between instruction sets.
+// The 8-bit floats: their conversions differ between instruction sets.
 class EightBitFloatTest : public ::testing::TestWithParam<DType> {
  protected:
   // Element i of all ranks: terms[i].
@@ -278,7 +279,7 @@ TEST_P(EightBitFloatTest, EveryPair) {
   for (Op op : {Op::sum, Op::max, Op::min}) ASSERT_NO_FATAL_FAILURE(expect_scalar_folds(pairs, op));
 }
 
-// Sums halfway between two numbers, and a little less and more.
+// Sums halfway between two numbers, slightly below and slightly above.
 TEST_P(EightBitFloatTest, AroundEveryMidpoint) {
   const SmallFloatReference& reference = SmallFloatReference::of(GetParam());
   const double smallest = reference.decode(1);
@@ -317,7 +318,7 @@ TEST(FoldMeaning, LargestAndSmallest) {
     expect_fold(dtype, values, values[0], Op::max);
     expect_fold(dtype, values, masked(dtype, values[1]), Op::min);
   }
-  // The same bits are another number in an unsigned type.
+  // As unsigned numbers, the same bits differ in value.
   expect_fold(DType::u8, {3, 251, 2}, 251, Op::max);
   expect_fold(DType::s8, {3, 251, 2}, 3, Op::max);
 }
@@ -371,7 +372,7 @@ TEST(FoldMeaning, AlongATree) {
   expect_tree_fold(DType::f32, {1, 1e8, -1e8, 1}, 0);
   expect_tree_fold(DType::f32, {1e8, -1e8, 1, 1e8}, 1e8);
   expect_tree_fold(DType::f32, {1e8, 1, -1e8, 1, 1, 2}, 3);
-  // A partial sum is neither rounded nor does it overflow before the end.
+  // A partial sum is not rounded, and cannot overflow before the end.
   expect_tree_fold(DType::bf16, {256, 1, 1, 0}, 258);
   expect_tree_fold(DType::f16, {65504, 65504, -65504, 0}, 65504);
   expect_tree_fold(DType::f32, std::vector<double>(8, -0.0), -0.0);
@@ -382,7 +383,7 @@ TEST(FoldMeaning, RoundedOnce) {
   // Rounding after each step would stay at 256: 257 is a tie in bfloat16, and goes to even.
   expect_fold(DType::bf16, elements_of(DType::bf16, {256, 1, 1}), element_of(DType::bf16, 258));
   expect_fold(DType::f16, elements_of(DType::f16, {2048, 1, 1}), element_of(DType::f16, 2050));
-  // Past the largest finite number and back.
+  // Beyond the largest finite number and back.
   expect_fold(DType::f16, elements_of(DType::f16, {65504, 65504, -65504}), element_of(DType::f16, 65504));
   expect_fold(DType::f8e4m3fn, elements_of(DType::f8e4m3fn, {448, 448, -448}), element_of(DType::f8e4m3fn, 448));
 }
@@ -413,7 +414,7 @@ TEST(FoldMeaning, OneRankGetsItsOwnBits) {
   }
 }
 
-// Every code under several scales, to several results, from and to other places; nothing beyond is written.
+// Every code under several scales, to several results, between different offsets; nothing beyond is written.
 TEST(DecodeKernel, GivesCodeTimesScale) {
   const float infinity = std::numeric_limits<float>::infinity();
   const float scales[] = {1, 0.25f, 0x1.8p-104f, 0x1.fffep126f / 64, 3};
@@ -453,7 +454,7 @@ TEST(DecodeKernel, GivesCodeTimesScale) {
   }
 }
 
-// What two ranks contribute to a sum in float32: every code of 16 bits, against another one.
+// Two ranks' operands for a sum in float32: every 16-bit code, paired with another one.
 template <class Bits>
 std::vector<Bits> codes_of(int rank) {
   std::vector<Bits> codes;
@@ -465,7 +466,7 @@ float value_of(DType dtype, uint16_t code) {
   return dtype == DType::f16 ? Float16::widen(code) : BFloat16::widen(code);
 }
 
-// The float32 between two floats of 16 bits, with the bits that such a float does not have: ties, and what is beyond.
+// The float32 between two 16-bit floats, with the bits that such a float lacks: ties, and values out of range.
 std::vector<float> between(const std::vector<uint16_t>& codes, DType dtype) {
   std::vector<float> values;
   for (size_t i = 0; i < codes.size(); ++i) {
@@ -475,7 +476,7 @@ std::vector<float> between(const std::vector<uint16_t>& codes, DType dtype) {
   return values;
 }
 
-// Sums of floats of 16 bits, or of float32 rounded to them, are those of their values, and not rounded.
+// Sums of 16-bit floats, or of float32 rounded to them, are sums of their values, and not rounded.
 template <class Stored, class ValueOf>
 void expect_sums_in_float32(FoldKernel kernel, const std::vector<Stored>& first, const std::vector<Stored>& second,
                             ValueOf value) {

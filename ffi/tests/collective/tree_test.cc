@@ -53,7 +53,7 @@ void for_each_tree(Visit visit) {
   }
 }
 
-// What a stack machine computes from the terms of a root, as text.
+// A stack machine's result for a root's terms, as text.
 std::string run_terms(const Tree& tree, const Tree::Root& root) {
   std::vector<std::string> stack;
   for (int i = root.first; i < root.first + root.num_terms; ++i) {
@@ -187,7 +187,7 @@ void expect_tree(const Plan& plan, Op op, DType dtype, const Setting& setting, c
 
 constexpr Collective kReductions[] = {Collective::all_reduce, Collective::reduce_scatter, Collective::reduce};
 
-// Every tree, in one type. The size is more than a block of vectors, and leaves a rest.
+// Every tree, in one type. The size is more than a block of vectors, and leaves a remainder.
 TEST(TreeFold, OfEveryTree) {
   int turn = 0;
   for_each_tree([&](int num_shards, int num_ranks) {
@@ -199,7 +199,7 @@ TEST(TreeFold, OfEveryTree) {
   });
 }
 
-// Groups without all ranks: the results are the sums of the largest nodes that they have.
+// Groups without all ranks: the results are the sums of their largest nodes.
 TEST(TreeFold, OfSomeRanks) {
   std::mt19937 random(2);
   for (int num_shards : {2, 3, 6, 8, 12, 24, 40, 64}) {
@@ -207,7 +207,7 @@ TEST(TreeFold, OfSomeRanks) {
       if (num_shards % num_ranks != 0) continue;
       const std::vector<int> ranks = some_ranks(num_ranks, random);
       const int roots = static_cast<int>(Tree(num_shards, num_ranks, ranks).roots().size());
-      // As many as another group has, too.
+      // The number of results of another group, too.
       for (int num_results : {roots, roots + 2}) {
         ASSERT_NO_FATAL_FAILURE(expect_tree({Collective::reduce_scatter, Order::tree}, Op::sum, DType::bf16,
                                             {num_shards, num_ranks, ranks, num_results},
@@ -244,7 +244,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, TreeFoldTest, ::testing::ValuesIn(all_dtypes())
 // Larger than a chunk, than the limit for a single thread, and than the caches.
 TEST(TreeFold, DoesNotDependOnThreads) {
 #if defined(__SANITIZE_THREAD__)
-  const std::vector<int> numbers_of_threads{4};  // one has no races
+  const std::vector<int> numbers_of_threads{4};  // several: one thread has no races
 #else
   const std::vector<int> numbers_of_threads{1, 4};
 #endif
@@ -271,13 +271,13 @@ std::vector<Expression> associations(int first, int count) {
   return all;
 }
 
-// Values for which any other association gives other bits, in types that round.
+// Values for which any other association gives different bits, in types that round.
 TEST(TreeFold, NoOtherAssociationGivesItsBits) {
   constexpr size_t kCount = 500;
   std::mt19937 random(3);
   for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16, DType::f8e5m2}) {
-    // Two of the values are large and cancel. Of the others, those added to one of them before lose digits, which shows
-    // whatever the precision of the result.
+    // Two of the values are large and cancel. Values added to one of them before that lose digits, which shows in any
+    // precision of the result.
     const int digits = dtype == DType::f64 ? 53 : 24;
     const int least = dtype == DType::f16 || dtype == DType::f8e5m2 ? -10 : 0;
     const double large = std::ldexp(1.0, least + digits + 1);
@@ -340,7 +340,7 @@ TEST(TreesOf, HasATreeForEachGroup) {
   EXPECT_EQ(trees.of_group[1].num_slots(), ReferenceTree(24, 4, {0, 1, 3}).num_slots());
   EXPECT_EQ(trees.of_group[1].roots().size(), ReferenceTree(24, 4, {0, 1, 3}).roots().size());
   EXPECT_EQ(trees.num_results, static_cast<int>(trees.of_group[1].roots().size()));
-  // The calls of another order have none, and those that only move data.
+  // Calls with another order, and calls that only move data, have none.
   EXPECT_TRUE(
       trees_of({Collective::all_reduce, Order::rank}, Numbers{2}, Numbers{}, Numbers{}, Numbers{}).of_group.empty());
   EXPECT_TRUE(

@@ -1,4 +1,4 @@
-// allocation_test.cc: a small call that is repeated allocates nothing between arrival and completion.
+// allocation_test.cc: a repeated small call allocates nothing between arrival and completion.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -44,7 +44,7 @@ class NoWorkers final : public Workers {
   void schedule(std::function<void()>) override { FAIL() << "a small message woke a thread"; }
 };
 
-// Ranks that make one call after the other, each from the completion of the last one, as in a compiled loop.
+// Ranks that make one call after the other, each from the completion of the previous one, as in a compiled loop.
 class Loop {
  public:
   explicit Loop(int num_ranks) : ranks_(num_ranks), rendezvous_map_(groups(num_ranks), "test") {
@@ -72,7 +72,7 @@ class Loop {
   struct Rank {
     int calls_left = 0;
     std::vector<std::vector<float>> buffers;
-    Participant participant;  // kept for its memory, as the handler does
+    Participant participant;  // kept for its memory, as in the handler
   };
 
   static ReplicaGroups groups(int num_ranks) {
@@ -126,8 +126,8 @@ TEST(Allocation, NoneInAWarmLoop) {
   start_completion_threads();
   for (int num_ranks : {1, 2, 8}) {
     Loop loop(num_ranks);
-    // A thread that is preempted during a completion holds its rendezvous back from the next call, which then allocates
-    // one more. This adds a few allocations to some rounds on a busy machine; an allocation in every call would add a
+    // A thread preempted during a completion holds its rendezvous back from the next call, which then allocates another
+    // one. This adds a few allocations to some rounds on a busy machine; an allocation in every call would add a
     // thousand to all rounds.
     long fewest = std::numeric_limits<long>::max();
     for (int round = 0; round < 20 && fewest > 0; ++round) {

@@ -1,4 +1,4 @@
-// completion_threads_test.cc: what a rank does in its completion never delays another rank's completion.
+// completion_threads_test.cc: a rank's work in its completion never delays another rank's completion.
 #include "cpu/rendezvous/completion_threads.h"
 
 #include <gtest/gtest.h>
@@ -75,7 +75,7 @@ TEST(CompletionThreads, PassesTheErrorAndSkipsMissingRanks) {
   EXPECT_TRUE(eventually([&] { return completed == 3; }));
 }
 
-// The others are in other processes: no completion can be delayed, and nothing looks for slow ones.
+// The others are in other processes: no completion can be delayed, so nothing looks for slow ones.
 TEST(CompletionThreads, ALoneRankIsNotWatched) {
   const auto num_switches = [] {
     rusage usage;
@@ -96,7 +96,7 @@ TEST(CompletionThreads, ALoneRankIsNotWatched) {
     CompletionThreads::instance().complete(std::move(rendezvous));
     ASSERT_TRUE(eventually([&] { return completed.load(); }));
   }
-  EXPECT_LT(num_switches() - before, 500);  // 3 in a call, and 10 in a millisecond by who looks
+  EXPECT_LT(num_switches() - before, 500);  // 3 per call, and 10 per millisecond if something looked
 }
 
 // As in XLA's own collectives: every rank blocks until all have arrived.
@@ -130,13 +130,13 @@ TEST(CompletionThreads, ABlockedRankDelaysNoOtherRendezvous) {
   EXPECT_TRUE(eventually([&] { return blocked == 1; }));
 }
 
-// Whoever starts a thread, it can be told from XLA's.
+// Its name tells it from XLA's threads, whoever starts it.
 TEST(CompletionThreads, AreNamed) {
   constexpr int kRanks = 8;
   std::atomic<int> arrived{0}, left{0};
   std::mutex mutex;
   std::set<std::string> names;
-  // Each waits for all, so that each needs a thread.
+  // Each waits for all, so each needs a thread.
   const auto completion = [&] {
     char name[16] = "";
     pthread_getname_np(pthread_self(), name, sizeof(name));
@@ -158,7 +158,7 @@ TEST(CompletionThreads, AreNamed) {
   EXPECT_EQ(names, std::set<std::string>{"jax_ring"});
 }
 
-// At a limit of threads, those that there are complete the calls, and more are started once that is possible.
+// At a limit of threads, the existing ones complete the calls, and more start once that is possible.
 TEST(CompletionThreads, AThreadThatCannotBeStarted) {
   constexpr int kRanks = 40, kStarts = 1 << 20;
   CompletionThreads::instance().start();
@@ -166,7 +166,7 @@ TEST(CompletionThreads, AThreadThatCannotBeStarted) {
   std::atomic<int> all{-1}, arrived{0}, left{0}, others{0};
   {
     const FailingThreadStarts starts(kStarts);
-    // Ranks that wait for each other, until there are more of them than threads: other tests may have left some.
+    // Ranks that wait for each other, until they outnumber the threads: other tests may have left some.
     do {
       const int before = failing_thread_starts;
       num_ranks += kRanks;
@@ -184,7 +184,7 @@ TEST(CompletionThreads, AThreadThatCannotBeStarted) {
   EXPECT_TRUE(eventually([&] { return left == num_ranks && others == 1; }));
 }
 
-// In a process whose threads all fail to start, an error comes before there is a call.
+// If no thread of a process can start, an error comes before there is a call.
 TEST(CompletionThreadsDeathTest, NoThreadAtAll) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto fail_then_work = [] {
@@ -204,7 +204,7 @@ TEST(CompletionThreadsDeathTest, NoThreadAtAll) {
     CompletionThreads::instance().complete(rendezvous_of(2, [&](int, const CallFailure*) { ++completed; }));
     if (!eventually([&] { return completed == 2; })) _exit(3);
     const FailingThreadStarts starts(1);
-    // Its watchdog runs already, and so do the threads above.
+    // Its watchdog is running already, and so are the threads above.
     RendezvousMap another(ReplicaGroups({0, 1}, {2}), "call");
     _exit(0);
   };

@@ -9,7 +9,7 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-// Where ranks end that arrive from these cores.
+// The final cores of ranks that arrive on these cores.
 std::vector<int> spread(Spread& spread, const std::vector<int>& cores) {
   spread.begin(static_cast<int>(cores.size()));
   std::vector<int> end;

@@ -123,7 +123,7 @@ struct Problem {
   std::vector<Bytes> results;                // by operand
 
  private:
-  // As a ring of ranks would add: element by element, starting at the rank after the owner of the element's block.
+  // In the order of a ring of ranks: element by element, starting at the rank after the owner of the element's block.
   Bytes ring_fold(const std::vector<const void*>& inputs, size_t count) const {
     const size_t pack = 16 / element_size(dtype);
     const size_t packs_per_block = ((count + pack - 1) / pack + num_ranks - 1) / num_ranks;
@@ -152,7 +152,7 @@ struct Problem {
 // One call on a problem: fresh buffers, and the outcome of each rank.
 class Call {
  public:
-  // in_place: results overwrite the operands. offset: where buffers start, in elements past an aligned address.
+  // in_place: results overwrite the operands. offset: the buffers' offset in elements from an aligned address.
   Call(const Problem& problem, bool in_place, size_t offset = 0) : problem_(problem), outcomes_(problem.num_ranks) {
     offset *= element_size(problem.dtype);
     for (const auto& operand : problem.operands) {
@@ -206,7 +206,7 @@ class Call {
         OffsetBuffer& got = result(operand, rank);
         const auto difference = first_difference(problem_.dtype, got.data(), want.data(), problem_.counts[operand]);
         EXPECT_FALSE(difference) << "rank " << rank << ", operand " << operand << ", element " << *difference;
-        // All ranks get the same bits, NaNs too.
+        // All ranks get the same bits, even in NaNs.
         EXPECT_TRUE(got == result(operand, 0)) << "rank " << rank << ", operand " << operand;
         if (!in_place_) {
           OffsetBuffer before(problem_.operands[operand][rank], 0);
@@ -236,10 +236,10 @@ void expect_all_reduce(const Problem& problem, int num_threads, bool in_place, s
   call.expect_right();
 }
 
-// Elements per operand for which `num_ranks` ranks read and write `bytes` in all.
+// Elements per operand for which `num_ranks` ranks read and write `bytes` in total.
 size_t count_for(DType dtype, int num_ranks, size_t bytes) { return bytes / (2 * num_ranks * element_size(dtype)) + 1; }
 
-// More than the engine does on one thread (kParallelBytes).
+// More than the engine handles on one thread (kParallelBytes).
 constexpr size_t kLargeBytes = 2400 << 10;
 
 class AllReduceTest : public ::testing::TestWithParam<DType> {};
@@ -288,7 +288,7 @@ TEST(AllReduce, NoOperands) {
   ASSERT_NO_FATAL_FAILURE(expect_all_reduce(problem, 2, false));
 }
 
-// Results larger than the caches. They may be written with streaming stores only where they are aligned.
+// Results larger than the caches. Streaming stores are allowed only for aligned ones.
 TEST(AllReduce, ResultsLargerThanTheCaches) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     for (Order order : {Order::rank, Order::ring}) {
@@ -352,8 +352,8 @@ TEST(AllReduce, SmallMessagesWakeNoThread) {
   call.expect_right();
 }
 
-// The caller does what the workers leave, so that a busy pool delays nothing. Late workers find nothing to do and touch
-// nothing: the buffers no longer exist.
+// The caller does the workers' remaining work, so that a busy pool delays nothing. Late workers find nothing to do and
+// touch nothing: the buffers no longer exist.
 TEST(AllReduce, DoesNotDependOnItsWorkers) {
   const Problem problem(DType::f32, {count_for(DType::f32, 4, 4 * kLargeBytes)}, 4);
   DeferredWorkers workers(4);
@@ -475,7 +475,7 @@ TEST(AllReduceDeathTest, RestoresTheWorkersFloatMode) {
     EXPECT_EQ(changed, 0);
     call.expect_right();
   };
-  // In a fresh process, whose completion threads this call starts: a thread has the mode of the one that starts it.
+  // In a fresh process, whose completion threads start with this call: a thread inherits the mode of its starter.
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT((check_all(), _exit(HasFailure())), ::testing::ExitedWithCode(0), "");
 }

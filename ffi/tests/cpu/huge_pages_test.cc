@@ -1,4 +1,4 @@
-// huge_pages_test.cc: huge pages are asked for inside a buffer, and nowhere else.
+// huge_pages_test.cc: huge pages are requested inside a buffer, and nowhere else.
 #include "cpu/huge_pages.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kHugePage = 2 << 20;
 
-// Whether the mapping around an address is advised to have huge pages, by smaps in proc(5).
+// Whether the mapping around an address is advised to have huge pages, according to smaps in proc(5).
 bool is_advised(const std::byte* address) {
   std::ifstream smaps("/proc/self/smaps");
   const auto wanted = reinterpret_cast<uintptr_t>(address);

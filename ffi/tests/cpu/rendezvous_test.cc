@@ -56,7 +56,7 @@ TEST(ReplicaGroups, RejectPartitionsThatCannotBe) {
 
 // ---- RendezvousMap ------------------------------------------------------------------------------------------------
 
-// A participant with a number in place of a buffer's address, so that a rendezvous shows who is in it.
+// A participant with a number instead of a buffer address, so that a rendezvous shows its members.
 Participant participant(uintptr_t number, const Outcome& outcome) {
   Participant result;
   result.inputs = {reinterpret_cast<const void*>(number)};
@@ -93,7 +93,7 @@ struct Traffic {
   int runs = 1;
   int calls = 100;
   bool delays = false;
-  bool wait_for_each_call = true;  // as the runtime does; otherwise a fast rank gets many calls ahead
+  bool wait_for_each_call = true;  // as in the runtime; otherwise a fast rank gets many calls ahead
 
   void run() {
     const ReplicaGroups groups(partitions, sizes);
@@ -171,7 +171,7 @@ TEST(RendezvousMap, LastToArriveGetsTheRendezvous) {
   EXPECT_EQ(rendezvous_map.arrive(run, 1, participant(11, outcomes[1])), nullptr);
   auto rendezvous = rendezvous_map.arrive(run, 2, participant(12, outcomes[2]));
   ASSERT_NE(rendezvous, nullptr);
-  // In the group's order, not in that of arrival.
+  // In the group's order, not in order of arrival.
   ASSERT_EQ(rendezvous->num_ranks(), 3);
   EXPECT_EQ(number_of(*rendezvous, 0), 12u);
   EXPECT_EQ(number_of(*rendezvous, 1), 10u);
@@ -249,7 +249,7 @@ TEST(RendezvousMap, RanksRunAhead) { Traffic{{0, 1, 2, 3, 4}, {3, 2}, 2, 500 / k
 
 // ---- Deadlines ----------------------------------------------------------------------------------------------------
 
-// As long as a test can afford, and as short as a loaded machine allows.
+// As long as a test can afford, and as short as a loaded machine permits.
 constexpr double kDeadline = 0.3;
 
 TEST(Deadline, FailsWaitingRanksAndNamesMissingOnes) {
@@ -336,7 +336,7 @@ TEST(Barrier, FailsWithItsRun) {
   EXPECT_EQ(outcomes[2].error(), "failed elsewhere");
 }
 
-// A rank that has failed for reasons of its own never arrives.
+// A rank that failed for reasons of its own never arrives.
 TEST(Barrier, LetsRanksGoOnThatNoCallWaitsFor) {
   const ScopedDeadline deadline(kDeadline);
   RendezvousMap barrier(ReplicaGroups({0, 1}, {2}), "");
@@ -354,7 +354,7 @@ TEST(Deadline, OtherRunsGoOn) {
   EXPECT_EQ(rendezvous_map.arrive(late, 0, participant(0, waiting)), nullptr);
   int calls = 0;
   const auto end = Clock::now() + kTestTimeout;
-  // Before, while and after the late run fails.
+  // Before, during and after the failure of the late run.
   for (int after = 0; after < 100 && Clock::now() < end; ++calls) {
     if (waiting.times() > 0) ++after;
     Outcome outcomes[2];
@@ -410,7 +410,7 @@ TEST(Deadline, ANewDeadlineTakesEffectAtOnce) {
   EXPECT_TRUE(outcome.wait(std::chrono::seconds(2)));
 }
 
-// In place of the interpreter's lock: acts while nothing can be launched.
+// Replaces the interpreter's lock: acts while nothing can be launched.
 class ActingLock final : public LaunchLock {
  public:
   explicit ActingLock(std::function<void()> on_release) : on_release_(std::move(on_release)) {}
@@ -433,7 +433,7 @@ TEST(Deadline, WhatWasInFlightFailsAndWhatIsLaunchedLaterDoesNot) {
   EXPECT_NE(first.arrive(failed, 1, participant(0, its_peer)), nullptr);
   Participant waits = participant(0, missing);
   const std::function<void()> meanwhile = [&] {
-    // The first call that the failed execution has made, not the one that failed it.
+    // The first call of the failed execution, not the call that made it fail.
     first.arrive(in_flight, 1, participant(0, early));
     first.arrive(in_flight, 0, participant(0, its_call));
     of_another_program.arrive(other, 0, participant(0, elsewhere));

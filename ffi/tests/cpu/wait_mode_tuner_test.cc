@@ -1,4 +1,4 @@
-// wait_mode_tuner_test.cc: a call tries whether its ranks should wait on the pool, and keeps what was faster.
+// wait_mode_tuner_test.cc: a call tries whether its ranks should wait on the pool, and keeps the faster way.
 #include "cpu/waiting/wait_mode_tuner.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// A loop whose iterations take another time where ranks wait on the pool.
+// A loop with a different iteration time if ranks wait on the pool.
 class Loop {
  public:
   Loop(microseconds elsewhere, microseconds on_pool) : durations_{elsewhere, on_pool} {}
@@ -31,7 +31,7 @@ class Loop {
     return num_on_pool;
   }
 
-  // Makes calls until a way has been chosen.
+  // Makes calls until one way has been chosen.
   void try_both(const std::function<microseconds(int iteration, bool on_pool)>& delay = {}) {
     for (int round = 0; round < WaitModeTuner::kRounds; ++round) {
       const auto end = now_ + WaitModeTuner::kTime;
@@ -56,7 +56,7 @@ class Loop {
   bool ends_iteration_ = false;
 };
 
-// The number of iterations of a round.
+// The number of iterations in a round.
 int iterations_of(microseconds duration) {
   return std::max<int>(WaitModeTuner::kIterations, WaitModeTuner::kTime / duration);
 }

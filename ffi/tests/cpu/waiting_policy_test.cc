@@ -1,4 +1,4 @@
-// waiting_policy_test.cc: where ranks wait, by what is known of their calls and threads.
+// waiting_policy_test.cc: where ranks wait, given the history of their calls and threads.
 #include "cpu/waiting/waiting_policy.h"
 
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@ struct Call {
 
   Call(int num_ranks, bool have_own_cores) : policy(num_ranks, have_own_cores) {}
 
-  // Makes the call again and again, in turns that take `on_pool` if ranks wait on the pool, and else 2 ms. Returns
-  // where ranks wait in the end.
+  // Repeats the call, in iterations that take `on_pool` if ranks wait on the pool, else 2 ms. Returns where ranks wait
+  // in the end.
   Place repeat(int times, bool in_loop, bool may_use_pool, milliseconds on_pool = milliseconds(1)) {
     Place place = Place::nowhere;
     int64_t run_id = next_run_id();
@@ -90,7 +90,7 @@ TEST(WaitingPolicy, RanksMoveToThePoolAndStayThere) {
   ASSERT_TRUE(elsewhere);
   EXPECT_TRUE(elsewhere->moves);
   EXPECT_EQ(elsewhere->limit, milliseconds(1));
-  // Others need the thread, but the rank waits on another one.
+  // Other ranks need the thread, but the rank waits on another one.
   EXPECT_TRUE(policy.terms(on_pool, {false, false, true}));
   const auto there = policy.terms(on_pool, {true, true, true});
   ASSERT_TRUE(there);
@@ -113,7 +113,7 @@ class OnCore {
   cpu_set_t before_;
 };
 
-// How many of the ranks of a call, which all arrive on one core, are to move to another one.
+// How many ranks of a call are to move to another core if all arrive on one core.
 int num_moved(WaitingPolicy& policy, const Waiting& waiting, int num_ranks, bool is_of_pool) {
   int moved = 0;
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -123,7 +123,7 @@ int num_moved(WaitingPolicy& policy, const Waiting& waiting, int num_ranks, bool
   return moved;
 }
 
-// As many ranks as cores, all of which arrive on one core.
+// As many ranks as cores, all arriving on one core.
 class SpreadingPolicy : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -134,7 +134,7 @@ class SpreadingPolicy : public ::testing::Test {
     return policy.next(run_id, now += later, true, may_use_pool);
   }
 
-  // In how many calls ranks are moved, one call per millisecond.
+  // In how many calls ranks move, with one call per millisecond.
   int moves_in(int duration) {
     int moves = 0;
     for (int i = 0; i < duration; ++i) moves += num_moved(policy, next(milliseconds(1)), num_cores, false) > 0;
@@ -157,7 +157,7 @@ TEST_F(SpreadingPolicy, SpreadsRanksOfALoop) {
   EXPECT_EQ(num_moved(policy, in_loop, num_cores, false), num_cores - 1);
 }
 
-// Whenever ranks have been moved apart, the system brings them together again, as where another process needs a core.
+// The system reunites ranks whenever they are moved apart, as if another process needed a core.
 TEST_F(SpreadingPolicy, MovesRanksMoreRarelyIfTheyDoNotStay) {
   EXPECT_GE(moves_in(50), 3);
   moves_in(10'000);
@@ -176,7 +176,7 @@ TEST_F(SpreadingPolicy, SpreadsRanksThatMoveToThePoolThere) {
   next(milliseconds(0), true);
   const Waiting spreading{Place::pool, milliseconds(1), true};
   EXPECT_EQ(num_moved(policy, spreading, num_cores, false), 0);
-  next(milliseconds(3));  // begins to count anew
+  next(milliseconds(3));  // restarts the count
   EXPECT_EQ(num_moved(policy, spreading, num_cores, true), num_cores - 1);
 }
 

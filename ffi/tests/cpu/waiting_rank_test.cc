@@ -26,7 +26,7 @@ using Released = WaitingRank::Released;
 
 constexpr std::chrono::microseconds kShort(50);
 
-// Of a rank that waits on a thread of the pool.
+// Terms of a rank that waits on a pool thread.
 constexpr WaitingRank::Terms kMoves{std::chrono::seconds(10), false, true, std::nullopt};
 
 TEST(WaitingRank, ThatWasNotStartedDoesNotWait) {
@@ -175,7 +175,7 @@ TEST(WaitingRanks, DoNotWaitWithoutTheirConsent) {
 
 // ---- Completions ----------------------------------------------------------------------------------------------------
 
-// A rendezvous of ranks that wait.
+// A rendezvous of waiting ranks.
 RendezvousPtr waiting_ranks(const std::vector<Outcome>& outcomes, const std::vector<WaitingRankPtr>& ranks) {
   RendezvousPtr rendezvous(new Rendezvous);
   for (const Outcome& outcome : outcomes) rendezvous->done.push_back(outcome.completion());
@@ -244,7 +244,7 @@ TEST(WaitingRanks, ThatMoveAreCompletedOnce) {
   RendezvousPtr rendezvous = waiting_ranks(outcomes, ranks);
   for (const WaitingRankPtr& rank : ranks) rank->start(kMoves);
   CompletionThreads::instance().complete(std::move(rendezvous));
-  // As a task of the pool does.
+  // Like a task of the pool.
   if (ranks[0]->wait()) outcomes[0].completion()(nullptr);
   for (const Outcome& outcome : outcomes) {
     ASSERT_TRUE(outcome.wait());
@@ -274,12 +274,12 @@ class NoWorkers final : public Workers {
   void schedule(std::function<void()>) override { FAIL() << "it has one thread"; }
 };
 
-// A rank that makes calls on its own thread, as a handler does.
+// A rank that makes calls on its own thread, like a handler.
 struct Rank {
   std::vector<float> input, output;
   WaitingRankPtr waiting = std::make_shared<WaitingRank>();
 
-  // Returns false if the call is not completed in time.
+  // Returns false if the call does not complete in time.
   bool call(RendezvousMap& map, int64_t run_id, int index, const Message& message) {
     if (!waiting->is_free()) waiting = std::make_shared<WaitingRank>();
     waiting->skip();
@@ -296,7 +296,7 @@ struct Rank {
   }
 };
 
-// Each call is an execution of its own, so that ranks wait however many there are.
+// Each call is an execution of its own, so ranks wait however many there are.
 void run_calls(int num_ranks, size_t count, int num_calls) {
   SCOPED_TRACE(std::to_string(num_ranks) + " ranks, " + std::to_string(count) + " elements");
   RendezvousMap map(one_group(num_ranks), "test");
@@ -328,7 +328,7 @@ TEST(WaitingRanks, GetTheirResults) {
 }
 
 TEST(WaitingRanks, GetTheResultsOfSharedWork) {
-  // From 512 KiB read and written on, and from 2 MiB on.
+  // Thresholds: 512 KiB read and written, and 2 MiB.
   for (size_t count : {40'000, 300'000}) {
     for (int num_ranks : {2, 4}) run_calls(num_ranks, count, 20);
   }

@@ -151,7 +151,7 @@ TEST(Communicator, DifferentThresholdsFail) {
     run(communicator, {"psum", {}, Op::sum, {}}, call, thresholds, 0.1);
     EXPECT_TRUE(communicator.failure().has_value());
     for (int rank = 0; rank < 2; ++rank) {
-      // No rank may take a partial result for a sum: all bits are ones.
+      // No rank may mistake a partial result for a sum: all bits are ones.
       const std::vector<unsigned char> poison(16, 0xff);
       EXPECT_EQ(std::memcmp(call.outputs[rank][0].data(), poison.data(), poison.size()), 0) << rank;
     }
@@ -173,14 +173,14 @@ TEST(Plan, FingerprintsDiffer) {
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::f32, 28));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(site, DType::u32, 32));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint(in_ring_order, DType::f32, 32));
-  // Maxima and minima have the same kernel, as have signed and unsigned ones.
+  // Maxima and minima share kernels, and so do signed and unsigned ones.
   const CallSite maximum{"", {}, Op::max, {}}, minimum{"", {}, Op::min, {}};
   EXPECT_NE(fingerprint(maximum, DType::f32, 32), fingerprint(minimum, DType::f32, 32));
   EXPECT_NE(fingerprint(maximum, DType::s32, 32), fingerprint(maximum, DType::u32, 32));
   EXPECT_NE(fingerprint(site, DType::f32, 32), fingerprint({"psum2", {}, Op::sum, Algorithm::ring}, DType::f32, 32));
 }
 
-// Two ranks with three shards each, which are two terms.
+// Two ranks with three shards each, that is two terms.
 TEST(Plan, AlongATree) {
   HostMemory memory;
   const Connected communicator(one_process(2), 0, default_capacity(2), "group", memory, nullptr);
@@ -197,11 +197,11 @@ TEST(Plan, AlongATree) {
   EXPECT_EQ(sum.call.message.operands[0].bytes, 32u) << "of one slot";
   EXPECT_EQ(launch(6, Collective::reduce_scatter, 64).call.message.operands[0].bytes, 16u) << "of one block";
   EXPECT_EQ(launch(2, Collective::all_reduce, 64).call.message.operands[0].bytes, 64u);
-  // By the bytes that each rank sends, of all slots.
+  // By the bytes that each rank sends for all slots.
   EXPECT_EQ(launch(2, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
   EXPECT_EQ(launch(6, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
   EXPECT_EQ(launch(6, Collective::all_reduce, (256 << 10) + 32).kernel.algorithm, Algorithm::two_shot);
-  // Ranks that add along different trees have made different calls.
+  // Ranks that add along different trees make different calls.
   const auto fingerprint = [&](int num_shards) {
     return launch(num_shards, Collective::reduce_scatter, 64).call.message.fingerprint;
   };
@@ -210,7 +210,7 @@ TEST(Plan, AlongATree) {
   EXPECT_NE(fingerprint(6), fingerprint(2));
 }
 
-// A mailbox with room for fewer lines than slots.
+// A mailbox with fewer lines than slots.
 TEST(Plan, SlotsBeyondTheRoomOfOneShotGoInTwoSteps) {
   HostMemory memory;
   const Connected communicator(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, nullptr);

@@ -1,4 +1,4 @@
-// communicators_test.cc: all groups of a process, and the ids of its GPUs.
+// communicators_test.cc: all groups of a process, and its GPUs' ids.
 #include "cuda/groups/communicators.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 namespace jax_ring::gpu {
 namespace {
 
-// A process, of which a test has several.
+// A process. A test has several.
 struct Process {
   HostMemory memory;
   Communicators all;
@@ -55,7 +55,7 @@ TEST(Communicators, AWaitBlocksNothingElse) {
                       }});
   std::thread connecting([&] { error = error_of([&] { all.connect(*all.get_or_create(kPair), 0); }); });
   fetching.get_future().wait();
-  // While it waits for the other process, all that executions, compilations and Python do goes on, in other threads.
+  // While it waits for the other process, executions, compilations and Python go on in other threads.
   auto rest = std::async(std::launch::async, [&] {
     all.set_deadline(7);
     const double deadline = all.deadline();
@@ -83,12 +83,12 @@ TEST(Communicators, ForgettingClosesAndTheNextGroupFrees) {
   a.all.reset();
   EXPECT_TRUE(old->is_retired());
   EXPECT_EQ(a.memory.imported, 0);
-  // The other process may not have forgotten yet, and its kernels may write to this one's mailbox.
+  // The other process may not have forgotten its groups yet, so its kernels may write to this one's mailbox.
   EXPECT_EQ(a.memory.allocated(), 1u);
   b.all.reset();
   in_both(a, b, [](Process& each) { each.connect(kPair); });
   EXPECT_NE(a.all.get_or_create(kPair), old);
-  // Now it has. But freeing waits for a GPU, so that it must wait until no program is running.
+  // Now it has. But freeing waits for a GPU, so it must wait until no program is running.
   EXPECT_EQ(a.memory.allocated(), of_one_group + 1);
   a.all.reset();
   EXPECT_EQ(a.memory.allocated(), 1u);
@@ -156,7 +156,7 @@ TEST(DeviceIds, AsksWithoutALockAndRemembers) {
   int asked = 0;
   ids.set([&] {
     ++asked;
-    // What another thread may do meanwhile.
+    // Things that another thread may do meanwhile.
     auto other = std::async(std::launch::async, [&] { return ids.ordinals().size(); });
     EXPECT_EQ(other.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "a lock is held";
     return std::map<int, int64_t>{{0, 8}, {1, 9}};

@@ -1,4 +1,4 @@
-// connection_test.cc: how the processes of a group exchange their memory: attempts, errors, deadlines, the end.
+// connection_test.cc: how a group's processes exchange their memory: attempts, errors, deadlines, the end.
 #include "cuda/groups/connection.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ struct Pair {
     }
   }
 
-  // The errors of both, when they connect at the same time.
+  // Both processes' errors when they connect at the same time.
   std::vector<std::string> connect() {
     std::vector<std::string> errors(2);
     std::vector<std::thread> processes;
@@ -45,7 +45,7 @@ struct Pair {
 TEST(Connection, GoesOnAfterATimeout) {
   Pair pair;
   pair.table.timeout = std::chrono::milliseconds(20);
-  // The other process does not come; the memory that this one has told of stays alive.
+  // The other process does not come; this one's published memory stays alive.
   for (int i = 0; i < 2; ++i) {
     const std::string error = error_of([&] { pair.communicators[0]->connect(0, kSeconds); });
     EXPECT_CONTAINS(error, "process 1 did not say where the memory of its GPUs is");
@@ -97,7 +97,7 @@ TEST(Connection, ALateProcessLearnsWhyTheOtherFailed) {
 TEST(Connection, NobodyLaunchesBeforeAllHaveMapped) {
   Pair pair;
   pair.table.timeout = std::chrono::milliseconds(50);
-  // Process 1 tells its handles and then fails to tell that it has mapped; process 0 must not be connected.
+  // Process 1 publishes its handles, then fails to report its mappings; process 0 must not be connected.
   std::thread other([&] { error_of([&] { pair.communicators[1]->connect(0, kSeconds); }); });
   other.join();
   EXPECT_CONTAINS(error_of([&] { pair.communicators[0]->connect(0, kSeconds); }),
@@ -156,7 +156,7 @@ TEST(Connection, AWaitingThreadHasADeadline) {
   std::thread connecting([&] { error_of([&] { communicator.connect(0, kSeconds); }); });
   fetching.get_future().wait();
   EXPECT_CONTAINS(error_of([&] { communicator.connect(0, 0.02); }), "another GPU of this process has been connecting");
-  // Retiring does not wait for it either; it gives up when it is done.
+  // Retiring does not wait for it either: it gives up when it is done.
   communicator.retire();
   go_on.set_value();
   connecting.join();
@@ -178,7 +178,7 @@ TEST(Connection, WaitsForItsGpusBeforeItGivesUpMemoryThatTheyWrite) {
   other.join();
   memories[0].events.clear();
   communicators[0]->retire();
-  // Releasing memory waits for the device. Its mailboxes stay, since the other process still writes them.
+  // Releasing memory waits for the device. Its mailboxes stay, since the other process still writes to them.
   EXPECT_EQ(memories[0].events, (std::vector<std::string>{"release 0", "release 1", "close 0", "release on host",
                                                           "close 1", "release on host"}));
   EXPECT_EQ(memories[0].allocated(), 2u);

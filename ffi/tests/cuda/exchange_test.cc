@@ -1,5 +1,5 @@
-// exchange_test.cc: all-to-alls and permutations by the code of the GPU kernels: addresses, operands, ranks that are
-// missing, and the messages that a call makes of its operands.
+// exchange_test.cc: all-to-alls and permutations with the GPU kernels' code: addresses, operands, missing ranks, and
+// the messages that a call makes of its operands.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-// A group of ranks whose teams have so many threads.
+// A group of ranks whose teams have this many threads.
 struct Shape {
   int ranks;
   int threads;
@@ -59,7 +59,7 @@ TEST(Exchange, AnyAddressAndAnySize) {
   }
 }
 
-// Among them empty ones, at both ends and between others.
+// Including empty ones, at both ends and between others.
 TEST(Exchange, ManyOperandsOfDifferentSizes) {
   for (const Shape& shape : kShapes) {
     Peers peers(small_capacity(shape.ranks), 0, shape.threads);
@@ -90,7 +90,7 @@ TEST(Exchange, CountersWrapAround) {
   }
 }
 
-// Also one that sends nothing, and receives nothing.
+// Includes one that sends and receives nothing.
 TEST(Exchange, NamesTheMissingRank) {
   for (const Plan& plan : {Plan{Collective::all_to_all}, Plan{Collective::permute, Order::rank, 0, kept({1, 3, 0, 2})},
                            Plan{Collective::permute, Order::rank, 0, kept({1, 0, kNoRank, kNoRank})}}) {
@@ -119,7 +119,7 @@ namespace {
 
 using cpu::testing::kept;
 
-// The launches of rank 0 in a call of these buffers.
+// The launches of rank 0 in a call with these buffers.
 std::vector<Launch> launches(const Plan& plan, DType dtype, const std::vector<uint64_t>& bytes) {
   HostMemory memory;
   const Connected group(one_process(2), 0, cpu::testing::small_capacity(2), "group", memory, nullptr);

@@ -69,7 +69,7 @@ TEST(FirstRun, NamesTheMissing) {
   const std::string error = error_of([&] { point.arrive_and_wait(1, 1, 0.02); });
   EXPECT_CONTAINS(error, "waited 0.02 s in the first run for GPU 0, GPU 2 to be ready to launch psum");
   EXPECT_CONTAINS(error, "JAX_RING_TIMEOUT_S");
-  // A rank that comes late in this run does not launch what nobody will answer. The next run is not affected.
+  // A rank that comes late in this run does not launch a call that nobody will answer. The next run is not affected.
   EXPECT_EQ(error_of([&] { point.arrive_and_wait(1, 0, kSeconds); }), error);
   std::thread others[] = {std::thread([&] { point.arrive_and_wait(2, 0, kSeconds); }),
                           std::thread([&] { point.arrive_and_wait(2, 2, kSeconds); })};

@@ -1,4 +1,4 @@
-// algorithm_test.cc: one-shot, two-shot and ring collectives between threads, with the code of the GPU kernels.
+// algorithm_test.cc: one-shot, two-shot and ring collectives between threads, with the GPU kernels' code.
 #include "device/algorithm.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; 
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16};
 
-// A group of ranks whose teams have so many threads. Many threads on few cores make the tests slow.
+// A group of ranks whose teams have this many threads. Many threads on few cores slow the tests down.
 struct Shape {
   int ranks;
   int threads;
@@ -143,7 +143,7 @@ std::vector<Plan> two_step_plans(int num_ranks) {
           {Collective::permute, Order::rank, 0, some_mirrored(num_ranks)}};
 }
 
-// The dtype whose kernels have a collective: what is only moved is moved as bytes.
+// The dtype of the kernels for a collective: data that is only moved is moved as bytes.
 DType dtype_of(const Plan& plan, DType other = DType::f32) { return only_moves(plan) ? DType::u8 : other; }
 
 class TwoStep : public ::testing::TestWithParam<Shape> {};
@@ -255,7 +255,7 @@ TEST(Mailbox, PartsDoNotOverlap) {
 }
 
 TEST(OneShot, NoLineKeepsItsTagForLong) {
-  // A stale line with the tag of an earlier call would be taken for a new one once the epochs have wrapped around.
+  // A stale line with an earlier call's tag would be mistaken for a new one once the epochs have wrapped around.
   Capacity capacity = small_capacity(2);
   capacity.num_ctas = 1;
   Peers peers(capacity);
@@ -301,7 +301,7 @@ TEST_P(Fails, NamesTheMissingRank) {
     EXPECT_EQ(failure.call, 7u);
     EXPECT_GT(failure.epoch, 0u);
     named = named || failure.peer == missing;
-    // Nothing that could be taken for a result: some outputs are poisoned, the others untouched.
+    // Nothing looks like a result: some outputs are poisoned, the others untouched.
     OffsetBuffer& output = calls[0].outputs[rank][0];
     EXPECT_TRUE(std::all_of(output.data(), output.data() + output.size(), [](unsigned char b) { return b == 0xff; }))
         << rank;

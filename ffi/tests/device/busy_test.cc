@@ -1,4 +1,4 @@
-// busy_test.cc: two calls of one rank at the same time in one lane: the second one fails, and no result is wrong.
+// busy_test.cc: two simultaneous calls of one rank in one lane: the second one fails, and no result is wrong.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -30,7 +30,7 @@ class Busy : public ::testing::TestWithParam<Algorithm> {
   }
   PeerCall call(unsigned seed) const {
     PeerCall call = PeerCall::random(DType::u32, GetParam(), {}, 2, {8}, seed);
-    call.fingerprint = 5;  // two calls of the same kind, of which no tag tells one from the other
+    call.fingerprint = 5;  // two calls of the same kind, which no tag tells apart
     return call;
   }
 };
@@ -39,11 +39,11 @@ INSTANTIATE_TEST_SUITE_P(, Busy, ::testing::Values(Algorithm::one_shot, Algorith
 TEST_P(Busy, ACallIntoABusyLaneFails) {
   Peers peers(capacity(2));
   Progress& running = peers.endpoint(0).progress[1];
-  running.busy = 1;  // the other call's second team still runs
+  running.busy = 1;  // the other call's second team is still running
   std::vector<PeerCall> calls = {call(1)};
   peers.run(calls, {0}, 0.2);
   const Failure& failure = peers.failure(0);
-  // Whichever of its teams fails first, the call has failed, and says why if it is the second team.
+  // Whichever of its teams fails first, the call has failed, and reports it if it is the second team.
   if (failure.cta == 1) {
     EXPECT_EQ(failure.kind, static_cast<uint32_t>(FailureKind::busy));
   }
@@ -78,7 +78,7 @@ TEST_P(Busy, ACallThatEndsFreesItsLane) {
   for (int cta : {0, 1}) EXPECT_EQ(peers.progress(0, cta).busy, 0u) << "a call that failed has ended as well";
 }
 
-// Equal calls, whose tags are equal too. Without the flag, rank 1 gets the second call's data for the first one.
+// Equal calls with equal tags. Without the flag, rank 1 gets the second call's data for the first one.
 TEST_P(Busy, TheSecondCallDoesNotTouchTheFirst) {
   Peers peers(capacity(1));
   std::vector<PeerCall> one = {call(1)}, other = {call(2)};

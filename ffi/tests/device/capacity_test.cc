@@ -1,4 +1,4 @@
-// capacity_test.cc: the sizes of the mailboxes, and how the work of a call is spread over teams and threads.
+// capacity_test.cc: the sizes of mailboxes, and the distribution of a call's work over teams and threads.
 #include "device/memory/capacity.h"
 
 #include <gtest/gtest.h>

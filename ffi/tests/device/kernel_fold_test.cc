@@ -11,7 +11,7 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-// All codes of 8 bits; of others zeros, ones, the smallest and largest of every kind, NaNs with payloads, and others.
+// All 8-bit codes; of others zeros, ones, the smallest and largest of every kind, NaNs with payloads, and more.
 template <class Storage>
 std::vector<Storage> codes() {
   using Bits =

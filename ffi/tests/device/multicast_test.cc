@@ -1,4 +1,4 @@
-// multicast_test.cc: sums in a switch that is a loop, with the code of the GPU kernels; and when a plan chooses them.
+// multicast_test.cc: sums in a switch made of a loop, with the GPU kernels' code; and when a plan chooses them.
 #include "device/multicast.h"
 
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TEST(MulticastFailures, AMissingRankIsNamedAndLeavesNoResult) {
 using gpu::HostMemory;
 using gpu::Member;
 
-// Host memory with an address of a switch, at which there is nothing.
+// Host memory with a switch address that leads nowhere.
 struct SwitchMemory : HostMemory {
   std::string why_no_multicast(const std::vector<int>&) override { return ""; }
   gpu::MulticastMemory allocate_multicast(const std::vector<int>& devices, size_t bytes) override {

@@ -1,4 +1,4 @@
-// tree_algorithm_test.cc: sums along a tree between threads, with the code of the GPU kernels.
+// tree_algorithm_test.cc: sums along a tree between threads, with the GPU kernels' code.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace jax_ring::cpu::testing {
 namespace {
 
-// A tree over shards, and the ranks of a group among those that hold them.
+// A tree over shards, and a group's ranks among the ranks that hold them.
 struct SharedTree {
   int num_shards, num_ranks;
   std::vector<int> ranks;
@@ -43,7 +43,7 @@ std::string name_of(const SharedTree& what) {
 
 using F64 = Native<double>;
 
-// Runs the code of the kernels for one pack. value_of(member, slot) is what both of its elements are.
+// Runs the kernels' code for one pack. value_of(member, slot) is the value of both its elements.
 template <class ValueOf>
 std::vector<double> run_program(const TreeProgram& program, ValueOf value_of) {
   std::vector<double> results;
@@ -64,7 +64,7 @@ std::vector<double> run_program(const TreeProgram& program, ValueOf value_of) {
   return results;
 }
 
-// With numbers of very different sizes, of which any other order has another sum.
+// With numbers of very different sizes, so that any other order gives a different sum.
 void expect_same_sums(const SharedTree& what, const TreeProgram& program, std::mt19937& random) {
   const ReferenceTree reference = reference_of(what);
   std::vector<uint64_t> values(what.ranks.size() * reference.num_slots());
@@ -135,8 +135,8 @@ struct Call {
   Plan plan = {Collective::all_reduce, Order::tree};
   DType dtype = DType::f32;
   SharedTree tree;
-  std::vector<size_t> counts = {300};  // elements of a slot of each operand
-  int more_results = 0;                // than the group has
+  std::vector<size_t> counts = {300};  // elements of one slot of each operand
+  int more_results = 0;                // beyond the group's own number
 };
 
 // Two packs of each slot in a round.
@@ -147,7 +147,7 @@ Capacity capacity_for(int num_ranks, int num_slots) {
   return capacity;
 }
 
-// Operands of random elements, also in the slots that a rank does not use.
+// Operands of random elements, also in slots that a rank does not use.
 PeerCall peer_call(const Call& what, unsigned seed, size_t offset = 0) {
   const Tree tree = tree_of(what.tree);
   const int p = static_cast<int>(what.tree.ranks.size()), slots = tree.num_slots();
@@ -292,7 +292,7 @@ TEST(Tree, ReducesAndScatters) {
   }
 }
 
-// The part of a host: a reduce-scatter with a result for each of the sums that the group is left with.
+// The part of one host: a reduce-scatter with one result per sum that remains in the group.
 TEST(Tree, ScattersThePartsOfAGroup) {
   for (const std::vector<int>& ranks : {std::vector<int>{0, 1, 2, 3}, {4, 5, 6, 7}, {0, 2, 4, 6}, {1, 2, 5}, {7}}) {
     std::vector<Call> calls;
@@ -310,7 +310,7 @@ TEST(Tree, ScattersThePartsOfAGroup) {
   }
 }
 
-// The ranks' values, one after the other, are another sum: a test that could not tell would show nothing.
+// Adding the ranks' values one after the other gives a different sum: a test that could not tell would show nothing.
 TEST(Tree, IsNotTheOrderOfRanks) {
   const Call what{Algorithm::two_shot, {Collective::all_reduce, Order::tree}, DType::f32, among_all(4, 4), {300}};
   PeerCall along_tree = peer_call(what, 1);

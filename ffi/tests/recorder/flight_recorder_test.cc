@@ -1,4 +1,4 @@
-// flight_recorder_test.cc: what is recorded of calls, also while it is read, and what the tables say of it.
+// flight_recorder_test.cc: recorded calls, even while they are read, and their tables.
 #include "recorder/flight_recorder.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ Members members(std::vector<int64_t> positions, std::vector<int64_t> processes) 
   return {std::move(positions), std::move(processes)};
 }
 
-// A call whose ranks arrive one after the other, a millisecond apart, and whose last one takes `late` more.
+// A call whose ranks arrive one after the other, a millisecond apart, except the last one, which takes `late` more.
 void run(RecordedCall* call, int group, int64_t start, int64_t late, State state = State::done) {
   const int size = static_cast<int>(call->groups[group].positions.size());
   Entry entry;
@@ -95,7 +95,7 @@ TEST(FlightRecorder, TheEndOfACallIsCountedOnce) {
   EXPECT_EQ(Recorder::instance().read_own().records.back().state, State::done);
 }
 
-// A call that is still open when its record has been taken for another one must not change it.
+// A call that is still open after a later call has taken its record must not change that record.
 TEST(FlightRecorder, AnOvertakenCallLeavesTheRecordAlone) {
   RecordedCall* const call = Recorder::instance().add("overtaken", "reduce", {members({0, 1}, {0, 0})});
   Entry slow;
@@ -110,7 +110,7 @@ TEST(FlightRecorder, AnOvertakenCallLeavesTheRecordAlone) {
   }
 }
 
-// Records are written by several threads while others read them. What is read of a record belongs together.
+// Several threads write records while others read them. The fields of a record, as read, belong together.
 TEST(FlightRecorder, NoRecordIsReadInParts) {
   constexpr int64_t kCallsPerWriter = 20000;
   Recorder& recorder = Recorder::instance();
@@ -132,7 +132,7 @@ TEST(FlightRecorder, NoRecordIsReadInParts) {
     });
   }
   size_t num_seen = 0;
-  // The last round, which reads what the last writer has left, sees records also if no other round was lucky.
+  // The last round reads the final state, so it sees records even if no other round was lucky.
   for (bool last = false; !last;) {
     last = num_writing == 0;
     for (const Seen& seen : recorder.read_own().records) {
@@ -152,7 +152,7 @@ TEST(FlightRecorder, LongTextsAreCutBetweenCharacters) {
   EXPECT_EQ(Recorder::instance().read_own().records.back().text, std::string(kTextBytes - 2, 'x'));
 }
 
-// What a process leaves out after all others have entered it, and what it does instead.
+// A call that one process skips after all others have entered it, and that process's next call.
 TEST(FlightTable, ShowsWhichProcessHasNotMadeACall) {
   const auto seen = [](uint64_t id, const char* text, int64_t entered, State state) {
     Seen record;
@@ -213,7 +213,7 @@ TEST(FlightTable, FitsATerminal) {
   EXPECT_EQ(rows, 1 + 10);
 }
 
-// What is printed must not wait for the reader of standard error.
+// Printing must not wait for the reader of standard error.
 TEST(FlightRecorder, AFullPipeDoesNotBlockTheTable) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
@@ -233,7 +233,7 @@ TEST(FlightRecorder, AFullPipeDoesNotBlockTheTable) {
   EXPECT_LT(got, text.size());
 }
 
-// Ranks that arrive on threads of their own, in a rendezvous that records, while another thread reads.
+// Ranks arrive on threads of their own, in a recording rendezvous, while another thread reads.
 TEST(FlightRecorder, RecordsRendezvousOfManyThreads) {
   constexpr int kRanks = 4, kCalls = 2000;
   Recorder& recorder = Recorder::instance();
@@ -255,7 +255,7 @@ TEST(FlightRecorder, RecordsRendezvousOfManyThreads) {
       }
     });
   }
-  // Whoever reads a state reads what was written before it.
+  // A reader of a state also reads everything written before it.
   int without_ranks = 0, without_times = 0;
   while (completed < kRanks * kCalls) {
     for (const Seen& seen : recorder.read_own().records) {
@@ -274,7 +274,7 @@ TEST(FlightRecorder, RecordsRendezvousOfManyThreads) {
 TEST(FlightRecorder, APeerIsReadAfterItsDeath) {
   int ready[2];
   ASSERT_EQ(pipe(ready), 0);
-  // A fresh process with memory of its own: a forked one would share that of this test.
+  // A fresh process with memory of its own: a forked one would share this test's.
   const pid_t child = fork();
   if (child == 0) {
     dup2(ready[1], STDOUT_FILENO);

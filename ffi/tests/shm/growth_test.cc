@@ -76,7 +76,7 @@ TEST(Growth, GoesOnWithLessIfAProcessCannotMapMore) {
   }
 }
 
-// Idle groups give their memory back, once the leader has, and get it again.
+// Idle groups give their memory back after the leader, and get it again.
 TEST(Growth, IdleMemoryIsGivenBack) {
   Processes processes({0, 1, 2}, kGrowing);
   Heap& heap = processes.heap();
@@ -126,7 +126,7 @@ TEST(Growth, OthersRemoveTheSegmentOfADeadLeader) {
   }
 }
 
-// A round of one part must have room for a cache line of each of the 48 terms that a rank may have.
+// A round of one part must have room for a cache line for each of a rank's up to 48 terms.
 TEST(Growth, TheFirstSegmentIsEnoughForAnyTree) {
   for (int per_process : {1, 4, 8}) {
     std::vector<int64_t> process_of_rank;

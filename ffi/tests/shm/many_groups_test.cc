@@ -1,4 +1,4 @@
-// many_groups_test.cc: hundreds of groups of processes in as little shared memory as a container has by default.
+// many_groups_test.cc: hundreds of groups of processes in the little shared memory that a container has by default.
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <sys/mount.h>
@@ -21,7 +21,7 @@ namespace {
 constexpr int kProcesses = 4, kGroups = 200;
 constexpr int kCannot = 77;  // exit status: this system does not let the test mount anything
 
-// Gives this process and its children a /dev/shm of their own. Returns whether it could.
+// Gives this process and its children a /dev/shm of their own. Returns whether that worked.
 bool mount_shared_memory(const char* options) {
   const uid_t user = geteuid();
   const gid_t group = getegid();
@@ -55,7 +55,7 @@ void call_all(uint64_t first_id, size_t count) {
 // In a process of its own.
 [[noreturn]] void be(int64_t process) {
   Communicators::instance().join(process, "many-groups-" + std::to_string(getppid()));
-  // Each group asks for more with its first call, before the next one gets its first segment.
+  // Each group asks for more with its first call, before the next group gets its first segment.
   call_all(1, 20'000);
   call_all(1 + kGroups, 10);
   std::fflush(nullptr);
@@ -75,7 +75,7 @@ void call_all(uint64_t first_id, size_t count) {
     if (waitpid(child, &status, 0) != child || status != 0) failed = 1;
   }
   struct statvfs system;
-  // With the processes all memory is gone: no name is left.
+  // All memory ends with the processes: no name is left.
   if (statvfs("/dev/shm", &system) != 0 || system.f_bavail != system.f_blocks) failed = 2;
   _exit(failed);
 }

@@ -111,7 +111,7 @@ TEST(Processes, CallsInDifferentOrders) {
   }
 }
 
-// A call takes the rounds of the one before it only if they are alike in all that the rounds depend on.
+// A call reuses the rounds of the previous one only if both agree in everything that rounds depend on.
 TEST(Processes, CallsThatDifferInOneThing) {
   struct Kind {
     Plan plan;
@@ -173,7 +173,7 @@ void expect_in(const std::string& expected, const std::string& error) {
 
 TEST(Processes, MissingProcessIsNamed) {
   const ScopedDeadline deadline(0.3);
-  // Also a process that nobody exchanges anything with: the calls of its ranks come in the same order.
+  // Even a process without any exchange: its ranks' calls come in the same order.
   const Plan without{Collective::permute, Order::rank, 0, kept({3, kNoRank, kNoRank, 0})};
   for (const auto& [plan, made_a_call] :
        {std::pair{Plan{}, false}, {Plan{}, true}, {Plan{Collective::all_to_all}, true}, {without, true}}) {
@@ -194,7 +194,7 @@ TEST(Processes, MissingProcessIsNamed) {
   }
 }
 
-// What others staged before they aborted is still there. It must not become the result of one process alone.
+// Data staged before an abort is still there. It must not become the result of one process alone.
 TEST(Processes, LateProcessFailsAsWell) {
   for (bool one_shot : {false, true}) {
     ScopedDeadline deadline(0.2);
@@ -254,7 +254,7 @@ TEST(Processes, AbortIsSeenAtOnce) {
   EXPECT_LT(cpu::Clock::now() - began, std::chrono::seconds(30)) << "of a deadline of 60";
 }
 
-// A thread that cannot be started, at a limit of the system, fails the calls of the group, and none hangs.
+// If a thread cannot start, at a limit of the system, the group's calls fail and none hangs.
 TEST(Processes, AThreadThatCannotBeStarted) {
   Processes processes({0, 1});
   for (uint64_t id : {1, 2}) {
@@ -268,7 +268,7 @@ TEST(Processes, AThreadThatCannotBeStarted) {
   }
 }
 
-// The others hear at once how a process has left.
+// The others learn at once how a process left.
 TEST(Processes, LeavingIsHeardAtOnce) {
   for (bool idle : {true, false}) {
     Processes processes({0, 1, 2});
@@ -298,7 +298,7 @@ TEST(Processes, LeavingIsHeardAtOnce) {
   }
 }
 
-// One that leaves because of another's fault tells whose.
+// A process that leaves because of another's fault names that one.
 TEST(Processes, TheFaultOfAnotherIsPassedOn) {
   Processes processes({0, 1, 1});
   TestCall first = small_call(3, 7), call = small_call(3, 1);
@@ -317,7 +317,7 @@ TEST(Processes, TheFaultOfAnotherIsPassedOn) {
   EXPECT_EQ(failure.cause, "process 5 (ranks 8, 9) has ended");
 }
 
-// Which is not at fault by its own account, and knows of no other.
+// By its own account, it is not at fault, and knows of no other that is.
 TEST(Processes, AProcessThatIsBlamedBlamesNobody) {
   Processes processes({0, 1});
   TestCall first = small_call(2, 7), call = small_call(2, 1);
@@ -374,14 +374,14 @@ TEST(Processes, ACallWaitsOneDeadlineForAllItsPeers) {
   call.submit(processes[1]);
   ASSERT_TRUE(call.outcome(0).wait());
   const std::chrono::duration<double> waited = cpu::Clock::now() - began;
-  // Its text has the time that it waited.
+  // Its text shows how long it waited.
   const std::string error = call.outcome(0).error();
   const size_t at = error.find("processes, for ");
   ASSERT_NE(at, std::string::npos) << error;
   const double reported = std::stod(error.substr(at + 15));
   EXPECT_GE(reported, 1.5) << error;
   EXPECT_LE(reported, waited.count() + 0.01) << error;
-  // With a clock of its own for each peer it would have started again when the first of them came.
+  // With a separate clock for each peer it would have restarted when the first of them came.
   EXPECT_GT(reported, waited.count() - 0.8) << error;
 }
 

@@ -16,7 +16,7 @@
 namespace jax_ring::shm {
 namespace {
 
-// The shards of a tree, and the ranks in a group among those that hold them.
+// A tree's shards, and a group's ranks among those that hold them.
 struct Shards {
   int count;
   int num_ranks;
@@ -102,12 +102,12 @@ TEST_P(ProcessesTreeTest, MatchesTheDefinition) {
   }
 }
 
-// The members of a group are those ranks of a tree that are on one host, and each gets its block of several sums.
+// A group's members are a tree's ranks on one host, and each gets its block of several sums.
 TEST_P(ProcessesTreeTest, PartsOfATree) {
   const std::vector<std::pair<Shards, std::vector<int64_t>>> groups = {
       {{8, 8, {0, 1, 2, 3}}, {0, 0, 1, 1}},         // one sum
-      {{8, 8, {0, 2, 4, 6}}, {0, 0, 1, 1}},         // one of each rank
-      {{24, 8, {1, 3, 4, 5, 6}}, {0, 1, 1, 0, 1}},  // some of which are of several ranks, and some of one process
+      {{8, 8, {0, 2, 4, 6}}, {0, 0, 1, 1}},         // one per rank
+      {{24, 8, {1, 3, 4, 5, 6}}, {0, 1, 1, 0, 1}},  // some span several ranks, and some one process
       {{24, 6, {2, 3, 4}}, {0, 1, 2}},              //
       {{48, 12, {0, 1, 2, 3, 4, 7, 8, 9, 11}}, {0, 0, 0, 0, 1, 1, 1, 1, 1}},
   };
@@ -131,7 +131,7 @@ INSTANTIATE_TEST_SUITE_P(DTypes, ProcessesTreeTest,
                          ::testing::Values(DType::u8, DType::s32, DType::f32, DType::bf16, DType::f64),
                          [](const auto& info) { return name_of(info.param); });
 
-// So little memory that a round has room for some of the parts only.
+// So little memory that a round has room for only some of the parts.
 TEST(ProcessesTree, LittleMemory) {
   uint64_t id = 0;
   for (DType dtype : {DType::bf16, DType::f32}) {
@@ -160,7 +160,7 @@ TEST(ProcessesTree, LargeMessages) {
   }
 }
 
-// A group's memory serves calls with and without a tree, and with different trees, one after the other.
+// One group's memory serves calls with and without a tree, and with different trees, one after the other.
 TEST(ProcessesTree, LoopsOfCalls) {
   Processes processes({0, 0, 1, 1});
   std::vector<std::unique_ptr<GroupCall>> calls;

@@ -1,4 +1,4 @@
-// rounds_test.cc: which rounds are tiny, so that what a process stages fits beside its signals.
+// rounds_test.cc: rounds are tiny if a process's staged data fits beside its signals.
 #include "shm/exchange/rounds.h"
 
 #include <gtest/gtest.h>
@@ -49,11 +49,11 @@ TEST(Rounds, TinyOnesStageNothingBehindTheFirstLine) {
          {Collective::all_reduce, Collective::reduce_scatter, Collective::all_gather, Collective::all_to_all}) {
       for (size_t lines : {1, 2, 3, 4, 64}) {
         const cpu::Message message = message_of(collective, DType::u8, {num_ranks, num_ranks});
-        // Room for one part of all ranks of a process at least.
+        // Room for one part for all ranks of a process at least.
         const Capacity capacity{(lines + 2) * kLine, (lines + 2) * kLine};
         for (bool one_shot : {false, true}) {
           for (const Round& round : rounds_of(group, message, one_shot, capacity)) {
-            // A piece of which a process stages nothing may stand at the end of the first line.
+            // A piece without staged data of a process may stand at the end of the first line.
             const bool is_behind =
                 std::any_of(round.staged_at.begin(), round.staged_at.end(), [](size_t at) { return at > kLine; });
             EXPECT_FALSE(round.is_tiny && is_behind) << num_ranks << " ranks, " << lines << " lines";

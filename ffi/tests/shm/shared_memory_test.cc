@@ -1,4 +1,4 @@
-// shared_memory_test.cc: the names of segments, and what all processes hear if one cannot map them.
+// shared_memory_test.cc: the names of segments, and everyone's error if one process cannot map them.
 #include "shm/memory/shared_memory.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ constexpr double kDeadline = 30;              // seconds; no test waits so long
 
 const Segments::Stop kNever = [] { return false; };
 
-// The processes of a group, in this one.
+// A group's processes, in this one.
 class SharedMemoryTest : public ::testing::Test {
  protected:
   SharedMemoryTest() : name_("/jax_ring-test-" + std::to_string(getpid()) + "-" + std::to_string(next_++)) {}
@@ -57,7 +57,7 @@ void expect_in(const std::string& expected, const std::string& text) {
   EXPECT_NE(text.find(expected), std::string::npos) << text;
 }
 
-// While it lives, this process can open no further file.
+// During its lifetime, this process can open no further file.
 class NoFiles {
  public:
   NoFiles() {
@@ -81,7 +81,7 @@ TEST_F(SharedMemoryTest, HasNoNameOnceAllHaveMappedIt) {
   expect_in("did not create the shared memory within 0.05 s", error_of(late, 100));
   // New memory can be created under the same name, and does not contain the old data.
   EXPECT_EQ(again.connect(100, kNever).get()[99], 0);
-  // Its first process has released it before any other mapped it.
+  // Its first process released it before any other mapped it.
   expect_in("has already released it", error_of(late, 100));
 }
 
@@ -125,7 +125,7 @@ TEST_F(SharedMemoryTest, AllHearThatThereIsNoFileDescriptor) {
     const NoFiles limit;
     own = failure_of(leader, 100);
   }
-  // heard: with the limit of the one that failed
+  // heard: with the limit of the failed process
   const CallFailure heard = failure_of(other, 100);
   for (const CallFailure& failure : {own, heard}) {
     EXPECT_EQ(failure.code, ErrorCode::resource_exhausted);
@@ -149,7 +149,7 @@ TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
   EXPECT_FALSE(exists(".failure-1-0"));
 }
 
-// The leader may have heard of it, and released the segment, before a third process comes.
+// The leader may learn of it, and release the segment, before a third process comes.
 TEST_F(SharedMemoryTest, ALateProcessHearsOfTheOthers) {
   SharedMemory leader = of(3, 0), other = of(3, 1), late = of(3, 2);
   leader.connect(100, kNever);  // and releases it

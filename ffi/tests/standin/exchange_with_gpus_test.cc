@@ -1,5 +1,5 @@
-// exchange_with_gpus_test.cc: all-to-alls and permutations through the handlers: types without kernels,
-// sizes that are refused, a GPU that does not come.
+// exchange_with_gpus_test.cc: all-to-alls and permutations through the handlers: types without kernels, refused sizes,
+// an absent GPU.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -14,7 +14,7 @@ using cpu::testing::kept;
 
 class Exchange : public StandinTest {};
 
-// Bytes are moved, so that a build needs no kernels of the type.
+// Bytes are moved, so a build needs no kernels for the type.
 TEST_F(Exchange, NeedsNoKernelsOfItsType) {
   start({3});
   for (const Plan& plan : cpu::testing::exchange_plans(3)) {
@@ -36,7 +36,7 @@ TEST_F(Exchange, ResultsOfAnotherSizeAreRefused) {
     EXPECT_TRUE(says(error, "an operand of 8 elements in 1 slot does not have a result of "));
     EXPECT_TRUE(says(error, "in a group of 2 GPUs"));
   }
-  // Blocks of equal size: 8 elements have none for 3 GPUs.
+  // Blocks of equal size: 8 elements do not divide among 3 GPUs.
   TearDown();
   start({3});
   Call call({members(), 1, {Collective::all_to_all}, {9}}, 1);

@@ -1,4 +1,4 @@
-// failures_test.cc: what the CUDA runtime refuses: an error with the cause on every GPU, no hang, and a second attempt
+// failures_test.cc: refusals by the CUDA runtime: an error with the cause on every GPU, no hang, and a second attempt
 // that works.
 #include <gtest/gtest.h>
 
@@ -78,7 +78,7 @@ TEST_F(Failures, ALaunchThatFails) {
     EXPECT_TRUE(says(errors[0] + errors[1], "cudaErrorLaunchOutOfResources"));
     call.clear_results();
     const std::vector<std::string> next = program.run();
-    // The GPU that has waited tells all of them.
+    // The waiting GPU tells all of them.
     for (const std::string& error : next) EXPECT_TRUE(says(error, "waited 0.5 s"));
   }
   engine().reset();
@@ -103,7 +103,7 @@ TEST_F(Failures, AFirstLaunchThatFails) {
   program.run_and_check();
 }
 
-// A failure in the last step would not be raised by any later call.
+// No later call would raise a failure of the last step.
 TEST_F(Failures, OfTheLastStepCanBeRead) {
   start({2}, 0.3);
   Call call({members()}, 1);

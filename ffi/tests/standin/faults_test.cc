@@ -1,5 +1,5 @@
-// faults_test.cc: what goes wrong on several GPUs and never on one: locks of the driver, contexts, captures, lanes,
-// groups that are forgotten.
+// faults_test.cc: faults on several GPUs that one GPU never shows: driver locks, contexts, captures, lanes, forgotten
+// groups.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -27,14 +27,14 @@ CallSpec spec(std::vector<gpu::Member> members, const char* algorithm = "two_sho
   return what;
 }
 
-// What XLA does besides the calls and may wait for the driver's lock, such as loading its own kernels.
+// Work of XLA beside the calls that may wait for the driver's lock, such as loading its own kernels.
 void allocate_as_xla() {
   void* memory = nullptr;
   EXPECT_EQ(cudaMalloc(&memory, 100), cudaSuccess);
   EXPECT_EQ(cudaFree(memory), cudaSuccess);
 }
 
-// A task that a test adds to a stream, to hold up what follows. It may be one that still writes to some memory.
+// A task that a test adds to a stream, to hold up later work. It may still write to some memory.
 class Gate {
  public:
   void block(cudaStream_t stream, std::vector<const void*> written = {}) {
@@ -68,7 +68,7 @@ TEST_P(DriverLocks, ALateGpuIsStillInitializing) {
   program.run_and_check();
 }
 
-// The second program has a call whose lane is not connected yet, while the first one still runs on a GPU.
+// The second program has a call in a lane that is not connected yet, while the first one still runs on a GPU.
 TEST_F(Faults, ANewLaneConnectsWhileKernelsRun) {
   Hardware hardware{2};
   hardware.driver_waits_for_kernels = true;
@@ -84,8 +84,8 @@ TEST_F(Faults, ANewLaneConnectsWhileKernelsRun) {
 }
 
 // XLA instantiates a graph after the engine has recorded its calls, and launches it without telling the engine. If the
-// driver makes the instantiation wait for the kernel of another GPU, the deadline must end it: with an error or the
-// right sums, never with others.
+// driver makes the instantiation wait for another GPU's kernel, the deadline must end it: with an error or the right
+// sums, never with wrong ones.
 TEST_F(Faults, AGraphThatIsInstantiatedLateEndsWithAnError) {
   Hardware hardware{2};
   hardware.driver_waits_for_kernels = true;
@@ -133,7 +133,7 @@ TEST_F(Faults, OthersGoOnWhileAGroupConnects) {
   start({3}, kDeadline, store);
   keeps_memory_ = true;
   Machine::instance().expect_loaded_together({1, 2});
-  // GPU 0 meets one of another process, which does not come; GPUs 1 and 2 are alone.
+  // GPU 0 meets one of an absent process; GPUs 1 and 2 are alone.
   Call abroad(spec({{0, id_of_gpu(0, 0)}, {1, 5}}), 1);
   Call home(spec({{0, id_of_gpu(0, 1)}, {0, id_of_gpu(0, 2)}}), 2);
   Program waits(0, *gpus_, {&abroad});
@@ -149,7 +149,7 @@ TEST_F(Faults, OthersGoOnWhileAGroupConnects) {
       home.expect_result(1);
     }
   });
-  // In vain if a lock is held meanwhile: then they end only when the store has given up.
+  // In vain if a lock is held meanwhile: then they end only after the store has given up.
   EXPECT_EQ(others.wait_for(std::chrono::seconds(10)), std::future_status::ready) << "the other GPUs had to wait";
   give_up.set_value();
   thread.join();
@@ -233,7 +233,7 @@ TEST_F(Faults, NoContextOnTheGpuOfAnotherProcess) {
     for (const std::string& error : program.run({1, 2})) EXPECT_EQ(error, "");
     call.expect_result(0);
   }
-  // On a thread of Python's, which has no context.
+  // On a Python thread without a context.
   engine().reset();
   EXPECT_EQ(current_gpu(), -1);
   EXPECT_EQ(Machine::instance().contexts(), (std::set<int>{1, 2}));
@@ -241,7 +241,7 @@ TEST_F(Faults, NoContextOnTheGpuOfAnotherProcess) {
 
 // ---- Lanes
 
-// Two calls that run at the same time on each GPU. The first one of GPU 0 waits for GPU 1, whose stream is held up.
+// Two simultaneous calls on each GPU. The first one of GPU 0 waits for GPU 1, whose stream is held up.
 std::vector<std::string> run_two_at_a_time(Gpus& gpus, Call& one, Call& other) {
   Program first(0, gpus, {&one}), second(0, gpus, {&other});
   std::vector<std::unique_ptr<CUstream_st>> more;
@@ -290,7 +290,7 @@ TEST_F(Faults, CallsInDifferentLanesRunAtTheSameTime) {
   }
 }
 
-// Equal calls, whose tags are the same: without the busy flag one would take the other's data for its own.
+// Equal calls with equal tags: without the busy flag one would take the other's data for its own.
 TEST_F(Faults, TwoCallsInOneLaneFailLoudly) {
   for (const char* algorithm : {"one_shot", "two_shot", "ring"}) {
     start({2}, 1.5);
@@ -332,7 +332,7 @@ TEST_F(Faults, AProgramOfAForgottenGroupSaysSo) {
   for (const std::string& error : program.run()) EXPECT_TRUE(says(error, "jax.clear_caches()"));
 }
 
-// The last posts of a kernel may land when the GPU that they go to is done.
+// A kernel's last posts may arrive after the receiving GPU is done.
 TEST_F(Faults, MemoryOutlivesThePostsToIt) {
   start({2});
   {

@@ -1,5 +1,5 @@
-// nvtx_attach.cc: takes the place of a profiler that is linked into the program. NVTX's headers define the same symbol,
-// as a weak one, so this file cannot include them.
+// nvtx_attach.cc: replaces a profiler that is linked into the program. NVTX's headers define the same symbol, as a weak
+// one, so this file cannot include them.
 #include <cstdint>
 
 extern "C" {

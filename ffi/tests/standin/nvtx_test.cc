@@ -1,4 +1,4 @@
-// nvtx_test.cc: what a profiler sees of a launch, through NVTX's own interface for profilers.
+// nvtx_test.cc: a profiler's view of a launch, through NVTX's own interface for profilers.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -36,7 +36,7 @@ int NVTX_API pop(nvtxDomainHandle_t) {
   return --depth;
 }
 
-// What a profiler does when NVTX is first used; see nvtx_attach.cc.
+// A profiler's reaction to the first use of NVTX; see nvtx_attach.cc.
 int NVTX_API attach(NvtxGetExportTableFunc_t table_of) {
   const auto* callbacks = static_cast<const NvtxExportTableCallbacks*>(table_of(NVTX_ETID_CALLBACKS));
   NvtxFunctionTable functions = nullptr;
@@ -50,7 +50,7 @@ int NVTX_API attach(NvtxGetExportTableFunc_t table_of) {
 
 using Nvtx = StandinTest;
 
-// At least so many ranges, all with the name of the call, and all ended.
+// At least this many ranges, all named after the call, and all ended.
 void expect_ranges(int at_least, const std::string& call) {
   const std::lock_guard<std::mutex> lock(mutex);
   ASSERT_FALSE(events.empty());
@@ -77,7 +77,7 @@ TEST_F(Nvtx, EachLaunchHasARangeWithTheNameOfItsCall) {
   Program program(0, *gpus_, {&call});
   program.run_and_check();
   expect_ranges(2, what.call);
-  // A launch that fails ends its range as well. The other GPU may not come so far.
+  // A failing launch ends its range as well. The other GPU may not come so far.
   Machine::instance().fail("cudaLaunchKernel", cudaErrorLaunchOutOfResources, 2);
   for (const std::string& error : program.run()) EXPECT_NE(error, "");
   expect_ranges(3, what.call);

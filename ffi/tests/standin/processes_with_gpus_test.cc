@@ -1,5 +1,5 @@
-// processes_with_gpus_test.cc: groups whose GPUs belong to several processes, which are forked: CUDA IPC, processes
-// that come late, fail, forget their groups, or end.
+// processes_with_gpus_test.cc: groups with GPUs of several forked processes: CUDA IPC, processes that come late, fail,
+// forget their groups, or end.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace {
 constexpr double kDeadline = 15;
 constexpr double kPatience = 15;  // of the store
 
-// The GPUs of a host: every process sees all, and has some. Their ids are unique among processes.
+// A host's GPUs: every process sees all, and owns some. Their ids are unique among processes.
 struct Host {
   std::vector<std::vector<int>> ordinals;  // by process
 
@@ -38,7 +38,7 @@ struct Host {
 
 const Host kOneEach{{{0}, {1}, {2}}}, kTwo{{{0}, {1}}}, kUneven{{{1, 3}, {0}}};
 
-// A process of the host. It must have no context on other GPUs than its own.
+// A process of the host. It must have no context on GPUs other than its own.
 class Process {
  public:
   Process(const Host& host, int number, SharedStore& shared, double deadline = kDeadline, double patience = kPatience,
@@ -126,7 +126,7 @@ TEST(Processes, MeetUnderManySchedules) {
   expect_success(run_processes(2, [&](int number) {
     for (unsigned seed = 1; seed <= 8; ++seed) {
       Process process(kTwo, number, shared, kDeadline, kPatience, 2 * seed + number);
-      // A runtime of its own for each seed, with its own keys.
+      // A separate runtime for each seed, with its own keys.
       gpu::KeyValueStore store = shared.store(kPatience), prefixed;
       const std::string prefix = std::to_string(seed) + ":";
       prefixed.publish = [=](const std::string& key, const std::string& value) { store.publish(prefix + key, value); };
@@ -182,7 +182,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Refusal{"cudaMalloc", cudaErrorMemoryAllocation, "out of memory"}),
     [](const auto& info) { return std::string(info.param.function); });
 
-// The process that does not fail hears why, and both succeed when they try again.
+// The healthy process learns why, and both succeed when they try again.
 TEST_P(Refused, BothHearTheCauseAndTheNextAttemptWorks) {
   SharedStore shared;
   expect_success(run_processes(2, [&](int number) {
@@ -225,7 +225,7 @@ TEST(Processes, GoOnAfterAFailureWhenAllForgetTheirGroups) {
   }));
 }
 
-// As when jax.distributed is initialized again: no process may write into memory of the last runtime.
+// As when jax.distributed is initialized again: no process may write into the last runtime's memory.
 TEST(Processes, AnotherRuntimeHasNewGroups) {
   SharedStore first, second;
   expect_success(run_processes(2, [&](int number) {
@@ -244,7 +244,7 @@ TEST(Processes, AnotherRuntimeHasNewGroups) {
   }));
 }
 
-// The last kernel of process 1 still runs, and posts into the memory of process 0, which is done and forgets its
+// The last kernel of process 1 is still running, and posts into the memory of process 0, which is done and forgets its
 // groups.
 TEST(Processes, MemoryOutlivesThePostsOfAnotherProcess) {
   for (const char* algorithm : {"one_shot", "two_shot", "ring"}) {
@@ -255,7 +255,7 @@ TEST(Processes, MemoryOutlivesThePostsOfAnotherProcess) {
       Program program(number, process.gpus(), {&call});
       process.run_and_check(program, {&call});
       if (number == 1) {
-        // The kernel is done, but its stream is not: whatever the kernel can reach must stay.
+        // The kernel is done, but its stream is not: everything that the kernel can reach must stay.
         std::promise<void> forgotten;
         std::shared_future<void> wait(forgotten.get_future());
         const Invocation invocation = call.invocation(1, 1, process.gpus().stream(1), 99);

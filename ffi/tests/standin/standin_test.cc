@@ -1,5 +1,5 @@
-// standin_test.cc: the values of all collectives through the whole CUDA engine, from the frames of XLA's FFI to the
-// kernels, under many schedules.
+// standin_test.cc: the values of all collectives through the whole CUDA engine, from XLA's FFI frames to the kernels,
+// under many schedules.
 #include <gtest/gtest.h>
 
 #include <deque>
@@ -13,7 +13,7 @@ namespace {
 
 using Values = StandinTest;
 
-// A call of each collective, type, algorithm and order that the kernels have.
+// A call for each collective, type, algorithm and order with kernels.
 std::deque<Call> family(const std::vector<gpu::Member>& members, int num_groups = 1) {
   const int size = static_cast<int>(members.size()) / num_groups;
   std::deque<Call> calls;
@@ -100,7 +100,7 @@ TEST_F(Values, TeamsOfOneAndOfThreeThreads) {
   }
 }
 
-// Calls along a tree whose operands have slots, and the part of a host, which has several results.
+// Calls along a tree with slots in the operands, and one host's part, with several results.
 std::deque<Call> tree_calls(const std::vector<gpu::Member>& members) {
   const int size = static_cast<int>(members.size());
   std::deque<Call> calls;

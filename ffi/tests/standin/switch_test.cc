@@ -1,5 +1,5 @@
-// switch_test.cc: groups whose mailboxes have a multicast address: values through the whole engine, what the driver
-// refuses, and what is left behind.
+// switch_test.cc: groups whose mailboxes have a multicast address: values through the whole engine, refusals by the
+// driver, and leftovers.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -31,10 +31,10 @@ class Switch : public StandinTest {
   }
 };
 
-// More than one-shot takes by default.
+// Above one-shot's default limit.
 constexpr size_t kLarge = 70000;
 
-// Sums in the switch, between others of the same lane and of another one.
+// Sums in the switch, between other calls of the same lane and of another lane.
 std::deque<Call> calls_of(const CallSpec& any_order) {
   std::deque<Call> calls;
   const auto add = [&](CallSpec what) { calls.emplace_back(std::move(what), static_cast<unsigned>(calls.size())); };
@@ -119,7 +119,7 @@ TEST_F(Switch, AnotherValueOfTheOptionIsAnError) {
   }
 }
 
-// The first or the second call of each function fails. Nothing is left of that attempt, and the next one works.
+// The first or the second call of each function fails. Nothing of that attempt is left, and the next one works.
 class Refusals : public Switch, public ::testing::WithParamInterface<const char*> {};
 INSTANTIATE_TEST_SUITE_P(, Refusals,
                          ::testing::Values("cuMulticastGetGranularity", "cuMulticastCreate", "cuMulticastAddDevice",

@@ -1,5 +1,5 @@
-// elements.cc: the formats' references, and folds of single elements. Compiled once, and optimized also where a
-// sanitizer instruments it: these loops take most of the time of the tests of large messages.
+// elements.cc: the formats' references, and folds of single elements. Compiled once, and optimized even under
+// sanitizers: these loops take most of the time in tests of large messages.
 #include "tests/support/elements.h"
 
 #include <algorithm>
@@ -110,8 +110,8 @@ bool is_small(DType dtype) {
                      [&](const Format& format) { return format.dtype == dtype; });
 }
 
-// The tests, like the library, run on little-endian machines. Of constant sizes: a call of memcpy for each element
-// takes longer than all else, most of all where a sanitizer checks it.
+// The tests, like the library, run on little-endian machines. Constant sizes: a memcpy call per element takes longer
+// than everything else, most of all under a sanitizer.
 uint64_t element_bits(DType dtype, const void* elements, size_t i) {
   const size_t size = element_size(dtype);
   const auto* const at = static_cast<const unsigned char*>(elements) + i * size;

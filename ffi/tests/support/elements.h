@@ -42,7 +42,7 @@ inline std::string dtype_name(const ::testing::TestParamInfo<DType>& info) { ret
 
 // ---- Small floats, from their definitions -------------------------------------------------------------------------
 
-// What a format does with the codes that are infinity, NaN and negative zero in IEEE 754.
+// The meaning of codes that are infinity, NaN and negative zero in IEEE 754.
 enum class Top {
   ieee,  // all-ones exponent: infinity if the mantissa is zero, else NaN
   fn,    // only all ones is NaN; there is no infinity
@@ -59,7 +59,7 @@ struct Format {
 
 const std::vector<Format>& small_formats();
 
-// A format as the list of its values in double precision, in which every value and every midpoint between two is exact.
+// A format as the list of its values in double precision, where every value and every midpoint between two is exact.
 // Rounding is then a search in the list, which shares no arithmetic with the code under test.
 class SmallFloatReference {
  public:
@@ -99,8 +99,8 @@ bool is_small(DType dtype);
 
 constexpr size_t kAlignment = 64;  // of the runtime's buffers
 
-// Elements as bytes, so that buffers of every dtype have one type. Where a std::vector has an allocator of its own, it
-// sets and copies byte by byte, and sanitizers check each of them.
+// Elements as bytes, so that buffers of every dtype have one type. A std::vector with an allocator of its own sets and
+// copies byte by byte, and sanitizers check each byte.
 class Bytes {
  public:
   explicit Bytes(size_t size = 0, unsigned char value = 0) : size_(size), data_(allocate(size)) {
@@ -178,7 +178,7 @@ void set_element(DType dtype, void* elements, size_t i, uint64_t bits);
 uint64_t element_of(DType dtype, double value);
 bool is_nan_element(DType dtype, uint64_t bits);
 
-// The bits that an element of this type has.
+// The number of bits of an element of this type.
 inline uint64_t masked(DType dtype, uint64_t bits) {
   const int num_bits = static_cast<int>(8 * element_size(dtype));
   return num_bits == 64 ? bits : bits & ((uint64_t{1} << num_bits) - 1);
@@ -202,8 +202,8 @@ T scalar_step(Op op, T a, T b) {
 uint64_t scalar_fold(DType dtype, const std::vector<uint64_t>& by_rank, Op op = Op::sum);
 Bytes scalar_fold(DType dtype, const std::vector<const void*>& inputs, size_t count, Op op = Op::sum);
 
-// Index of the first element that differs, if any. All NaNs are equal: the payload and sign of a sum of two NaNs depend
-// on the compiler's operand order.
+// Index of the first differing element, if any. All NaNs are equal: the payload and sign of a sum of two NaNs depend on
+// the compiler's operand order.
 std::optional<size_t> first_difference(DType dtype, const void* got, const void* want, size_t count);
 
 // Every rank's elements. The kind of number depends on the index and is the same on all ranks, so that sums of

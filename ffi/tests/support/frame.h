@@ -1,4 +1,4 @@
-// frame.h: XLA's side of a call through its FFI: errors, and a call frame with everything that it points to.
+// frame.h: XLA's side of a call through its FFI: errors, and a complete call frame.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace jax_ring::testing {
 using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>>;
 using Attributes = std::map<std::string, Attribute>;
 
-// Those of a call of jax_ring, a sum unless it is another collective, whose ranks are one group in process 0.
+// Attributes of a jax_ring call, a sum unless it is another collective, with all ranks in one group of process 0.
 inline Attributes call_attributes(int num_ranks, const std::string& collective = "all_reduce") {
   std::vector<int64_t> members(num_ranks);
   std::iota(members.begin(), members.end(), 0);
@@ -55,7 +55,7 @@ struct FrameBuffer {
   std::vector<int64_t> dimensions;
 };
 
-// The part of XLA's functions that all tests need: those of errors.
+// The part of XLA's functions that all tests need: errors.
 inline XLA_FFI_Api api_for_errors() {
   XLA_FFI_Api api{};
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
@@ -136,7 +136,7 @@ class Frame {
 
   XLA_FFI_CallFrame frame_{};
   std::vector<FrameBuffer> operands_, results_;
-  // Deques, whose elements stay where they are.
+  // Deques: their elements stay in place.
   std::deque<XLA_FFI_ByteSpan> names_, strings_;
   std::deque<XLA_FFI_Scalar> scalars_;
   std::deque<XLA_FFI_Array> arrays_;

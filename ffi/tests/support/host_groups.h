@@ -1,4 +1,4 @@
-// host_groups.h: groups of GPUs in host memory, and a key-value store, for the tests of how they connect.
+// host_groups.h: groups of GPUs in host memory, and a key-value store, for tests of their connection.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@
 
 namespace jax_ring::gpu {
 
-// Host memory in place of a GPU's. May be used by several threads, and asserts that only those who connect do.
+// Host memory in place of a GPU's. Several threads may use it; it asserts that only connecting threads do.
 class HostMemory : public Gpus {
  public:
   void* allocate(int device, size_t bytes) override {
@@ -92,7 +92,7 @@ class HostMemory : public Gpus {
   std::set<void*> allocated_;
 };
 
-// A key-value store as the processes of a program share one.
+// A key-value store shared by a program's processes.
 class Table {
  public:
   KeyValueStore store() {
@@ -151,7 +151,7 @@ inline std::vector<Member> one_process(int num_ranks) {
   return members;
 }
 
-// Runs what the kernels of these ranks would run, one thread per team. thresholds_of: by rank.
+// Does the work of these ranks' kernels, with one thread per team. thresholds_of: by rank.
 inline void run(const Communicator& communicator, const CallSite& site, cpu::testing::PeerCall& call,
                 const std::vector<Thresholds>& thresholds_of = {}, double deadline_seconds = 20) {
   std::vector<std::thread> threads;

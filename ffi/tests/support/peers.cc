@@ -1,4 +1,4 @@
-// peers.cc: the code of all kernels for threads of the host, compiled once for all tests that run it.
+// peers.cc: all kernels' code for host threads, compiled once for all tests that run it.
 #include "tests/support/peers.h"
 
 namespace jax_ring::cpu::testing {

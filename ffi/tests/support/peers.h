@@ -1,4 +1,4 @@
-// peers.h: a group of ranks in one process that runs the code of the GPU kernels, on one or several threads per team.
+// peers.h: a group of ranks in one process that runs the GPU kernels' code, on one or several threads per team.
 #pragma once
 
 #include <cstring>
@@ -134,7 +134,7 @@ using TreeFunction = void (*)(const Endpoint&, const Message&, const Plan&, int 
                               const TreeProgram& tree);
 TreeFunction tree_function(DType dtype, Algorithm algorithm);
 
-// The ranks' mailboxes and the state that goes with them.
+// The ranks' mailboxes and their state.
 class Peers {
  public:
   // first: the initial value of all counters. They wrap around eventually, which a test cannot wait for.
@@ -167,7 +167,7 @@ class Peers {
     return self;
   }
 
-  // Each team of each of these ranks makes the calls one after the other, without a barrier in between.
+  // Each team of each of these ranks makes the calls one after the other, without a barrier between them.
   void run(std::vector<PeerCall>& calls, const std::vector<int>& ranks, double deadline_seconds = 60) {
     std::vector<std::thread> threads;
     std::deque<HostBarrier> barriers;

@@ -31,7 +31,7 @@ using cpu::Rendezvous;
 using cpu::RendezvousPtr;
 
 inline const Capacities kSmall{{4096, 2048}};  // so that most calls take several rounds
-// As in Communicators, and smaller.
+// Like in Communicators, but smaller.
 inline const Capacities kGrowing{{2048, 1024}, {8192, 4096}, {32768, 16384}};
 
 inline Memory zeroed_memory(size_t bytes) {
@@ -41,16 +41,16 @@ inline Memory zeroed_memory(size_t bytes) {
   return memory;
 }
 
-// The segments of processes that are threads, and what they are refused.
+// The segments of simulated processes, and refusals for them.
 struct Heap {
   Memory first;
   std::mutex mutex;
-  std::map<uint32_t, Memory> larger;    // that have a name
+  std::map<uint32_t, Memory> larger;    // with a name
   std::map<int, CallFailure> failures;  // of processes that could not map the first
   size_t room = SIZE_MAX;               // for larger segments
   std::set<int> cannot_open;            // processes
   Memory last;                          // larger segment
-  std::function<void()> after_create;   // of a larger segment, before its creator knows that it exists
+  std::function<void()> after_create;   // of a larger segment, before its creator learns of it
   int num_created = 0, num_refused = 0, num_opened = 0;
 };
 
@@ -98,10 +98,10 @@ class HeapSegments final : public Segments {
   const int self_;
 };
 
-// The processes of a group, given the process of each rank.
+// A group's processes, given each rank's process.
 class Processes {
  public:
-  // rounds_without_results: how many rounds the count of results is behind at the start.
+  // rounds_without_results: how many rounds the count of results lags behind at the start.
   explicit Processes(std::vector<int64_t> process_of_rank, Capacities capacities = kSmall, uint32_t first_round = 1,
                      uint32_t rounds_without_results = 0)
       : process_of_rank_(std::move(process_of_rank)) {
@@ -136,7 +136,7 @@ class Processes {
 // One call, with random operands and the results of all ranks.
 class GroupCall {
  public:
-  // The result of a rank, from the operands of all ranks, which have `count` elements, or as many for each slot.
+  // A rank's result, from all ranks' operands, which have `count` elements, or as many per slot.
   using Expected = std::function<Bytes(const std::vector<Bytes>& operands, size_t count, int rank)>;
 
   GroupCall(cpu::Message message, int num_ranks, bool in_place, bool one_shot, uint64_t id, Expected expected)
@@ -161,7 +161,7 @@ class GroupCall {
     }
   }
 
-  // Submits the call for the ranks of one process.
+  // Submits the call for one process's ranks.
   void submit(Communicator& communicator, uint64_t id) {
     RendezvousPtr rendezvous(new Rendezvous);
     rendezvous->run_id = run_id_;
@@ -191,7 +191,7 @@ class GroupCall {
     for (int rank = 0; rank < num_ranks_; ++rank) all.push_back(rank);
     expect_results_of(all);
   }
-  // Those of this process, where the others are real ones.
+  // This process's buffers, if the others are real processes.
   void expect_results_of(const Group& group) { expect_results_of(group.ranks_of(group.self())); }
 
   void expect_results_of(const std::vector<int>& ranks) {

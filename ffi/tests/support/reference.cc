@@ -1,4 +1,4 @@
-// reference.cc: the results of the collectives, one element at a time. As elements.cc: compiled once, and optimized.
+// reference.cc: the results of the collectives, one element at a time. Like elements.cc: compiled once, and optimized.
 #include "tests/support/reference.h"
 
 namespace jax_ring::cpu::testing {
@@ -29,7 +29,7 @@ std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t count, size
       if (plan.sources[rank] == kNoRank) return std::nullopt;
       return Origin{plan.sources[rank], 1, i};
     case Collective::ragged_all_to_all:
-      break;  // its results depend on what they were before: see ragged_test.cc
+      break;  // its results depend on their earlier contents: see ragged_test.cc
   }
   return std::nullopt;
 }

@@ -17,8 +17,7 @@
 
 namespace jax_ring::cpu::testing {
 
-// Where one element of a result comes from: the operands of consecutive ranks, modulo the number of ranks, at this
-// index.
+// The sources of one element of a result: the operands of consecutive ranks, modulo the number of ranks, at this index.
 struct Origin {
   int first;
   int num_sources;
@@ -28,7 +27,7 @@ struct Origin {
 // The definitions of the collectives. nullopt: the element is zero.
 std::optional<Origin> origin(const Plan& plan, int num_ranks, size_t count, size_t element_bytes, int rank, size_t i);
 
-// A rank's result, from the operands of all ranks.
+// A rank's result, from all ranks' operands.
 Bytes expected_result(const Plan& plan, Op op, DType dtype, const std::vector<Bytes>& operands, size_t count, int rank);
 
 // ---- Order::tree --------------------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ struct Expression {
   }
 };
 
-// The tree over shards from its definition, and what a group of ranks does with it.
+// The tree over shards by its definition, and a group's fold along it.
 class ReferenceTree {
  public:
   // ranks: of the group's members.
@@ -58,7 +57,7 @@ class ReferenceTree {
   }
 
   int num_slots() const { return num_slots_; }
-  // Of the values of which the s-th one of member m has the index m * num_slots() + s.
+  // Value s of member m has the index m * num_slots() + s.
   const std::vector<Expression>& roots() const { return roots_; }
 
  private:
@@ -69,7 +68,7 @@ class ReferenceTree {
     Node right() const { return {left().end, end}; }
   };
 
-  // The rank that has all shards of a node; -1 if there is none.
+  // The rank that has all of a node's shards; -1 if there is none.
   int holder(Node node) const {
     const int rank = node.begin / each_;
     return node.within(rank * each_, (rank + 1) * each_) ? rank : -1;
@@ -84,7 +83,8 @@ class ReferenceTree {
     }
   }
 
-  // The fold of a node, if the group has all of it. Else the folds of its halves, as far as there are, become roots.
+  // The fold of a node, if the group has all of it. Otherwise the folds of its halves, as far as they exist, become
+  // roots.
   std::optional<Expression> visit(Node node) {
     if (const int rank = holder(node); rank >= 0) {
       if (members_[rank] < 0) return std::nullopt;
@@ -110,14 +110,14 @@ class ReferenceTree {
 // The value of an expression over elements: each fold in the accumulator type, the result rounded once.
 uint64_t evaluate(DType dtype, const Expression& expression, const std::vector<uint64_t>& elements, Op op);
 
-// The result of member `member` of a group, from the operands of all members, each with `count` elements per slot. A
+// The result of member `member` of a group, from all members' operands, each with `count` elements per slot. A
 // reduce-scatter has num_results results; a group with fewer roots repeats the last one.
 Bytes expected_tree_result(const Plan& plan, Op op, DType dtype, const ReferenceTree& tree,
                            const std::vector<Bytes>& operands, size_t count, int num_results, int member);
 
 // -------------------------------------------------------------------------------------------------------------------
 
-// The sources of a permutation, which live as long as the program.
+// A permutation's sources, which live as long as the program.
 inline const int* kept(std::vector<int> sources) {
   static std::mutex mutex;
   static std::set<std::vector<int>> all;
@@ -132,7 +132,7 @@ inline const int* next_rank(int num_ranks) {
   return kept(std::move(sources));
 }
 
-// The mirrored rank is every second one's source. The others have none.
+// Every second rank's source is its mirror image. The others have none.
 inline const int* some_mirrored(int num_ranks) {
   std::vector<int> sources;
   for (int rank = 0; rank < num_ranks; ++rank) sources.push_back(rank % 2 == 0 ? num_ranks - 1 - rank : kNoRank);
@@ -145,7 +145,7 @@ inline std::vector<Plan> exchange_plans(int num_ranks) {
           {Collective::permute, Order::rank, 0, some_mirrored(num_ranks)}};
 }
 
-// Whether a result may take the place of the operand. What a rank sends to some ranks alone would be overwritten.
+// Whether a result may take the operand's place. It would overwrite data that a rank sends to only some ranks.
 inline bool may_be_in_place(const Plan& plan) {
   switch (plan.collective) {
     case Collective::all_reduce:

@@ -34,7 +34,7 @@ namespace jax_ring::cpu::testing {
 // No test waits longer than this: a hang is a failure, not a stalled build.
 constexpr std::chrono::seconds kTestTimeout{20};
 
-// Sanitizers cost a factor of about ten; loops that only add certainty are shorter under them.
+// Sanitizers slow loops down about tenfold; loops that only add certainty are shorter under them.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kSlowdown = 10;
 #else
@@ -49,12 +49,11 @@ inline int64_t next_run_id() {
   return next.fetch_add(1);
 }
 
-// A failure with this text.
 inline CallFailurePtr failure_with(std::string text) {
   return numbered(CallFailure::of(CallFailure::Kind::other, std::move(text)));
 }
 
-// What one participant's completion received. The completion keeps the state alive, so that a late second call is
+// The arguments of one participant's completion. The completion keeps the state alive, so a late second call is
 // harmless, but counted.
 class Outcome {
  public:
@@ -80,7 +79,7 @@ class Outcome {
     return state_->times;
   }
 
-  // Empty when the call succeeded.
+  // Empty if the call succeeded.
   std::string error() const { return failure().text; }
   CallFailure failure() const {
     std::lock_guard<std::mutex> lock(state_->mutex);
@@ -111,7 +110,7 @@ class ScopedDeadline {
   double before_;
 };
 
-// Lets the next starts of a thread fail, as at a limit of the system.
+// Makes the next thread starts fail, as at a limit of the system.
 class FailingThreadStarts {
  public:
   explicit FailingThreadStarts(int count) { failing_thread_starts = count; }

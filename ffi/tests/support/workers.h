@@ -1,4 +1,4 @@
-// workers.h: threads for the engine, one for each task.
+// workers.h: threads for the engine, one per task.
 #pragma once
 
 #include <functional>

@@ -82,14 +82,14 @@ const XLA_FFI_Api& api() {
       args->future->outcome.completion()(failure_with(message).get());
       return static_cast<XLA_FFI_Error*>(nullptr);
     };
-    // What XLA does when the type is registered.
+    // XLA's action when the type is registered.
     call_site_type_id()->type_id = 1;
     return api;
   }();
   return all;
 }
 
-// XLA's pool. One whose queue is full runs a task at once, on the thread that schedules it.
+// XLA's pool. If its queue is full, it runs a task at once, on the scheduling thread.
 class Pool final : public Workers {
  public:
   explicit Pool(bool is_full) : is_full_(is_full) {}
@@ -135,10 +135,10 @@ class Execution {
   Frame frame_;
   std::unique_ptr<XLA_FFI_Future> future_;
   std::string error_;
-  Pool pool_;  // the first to be destroyed, which waits for its threads
+  Pool pool_;  // the first to be destroyed; waits for its threads
 };
 
-// One custom call of a program, whose ranks are one group in this process.
+// One custom call of a program. Its ranks are one group in this process.
 class Instruction {
  public:
   Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {})
@@ -185,7 +185,7 @@ TEST(Handler, SumsTheRanksOperands) {
   });
 }
 
-// What would be written beyond a result, or left as it was, is refused before the ranks meet.
+// A write beyond a result, or a gap in it, is refused before the ranks meet.
 TEST(Handler, RefusesResultsOfAnotherSize) {
   for (const char* collective : {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}) {
     const Instruction call(collective, 1);
@@ -236,12 +236,12 @@ TEST(Handler, FailsARankWhosePeersDoNotArrive) {
 
 // ---- Gathers that decode ------------------------------------------------------------------------------------------
 
-// A format in which values cross hosts, and which an all-gather decodes.
+// A format that crosses hosts and that an all-gather decodes.
 struct Format {
   const char* name;
   XLA_FFI_DataType packets, values;
   size_t packet_bytes, block_elements, value_bytes;
-  // Writes a packet of random codes, and the values that they mean.
+  // Writes a packet of random codes, and their values.
   void (*make)(std::mt19937_64& random, unsigned char* packet, unsigned char* values);
 };
 
@@ -289,7 +289,7 @@ class DecodingGather : public ::testing::TestWithParam<Format> {
 
     int64_t size() const { return static_cast<int64_t>(values.size() / format.value_bytes); }
 
-    // All parts, one after the other, as one rank, into one array or each into a further one.
+    // All parts, one after the other, as one rank, into one array or each into another one.
     void gather(int rank, int64_t run_id, bool in_place) const {
       std::vector<OffsetBuffer> results;
       for (size_t i = 0; i < calls.size(); ++i) {
@@ -323,8 +323,8 @@ class DecodingGather : public ::testing::TestWithParam<Format> {
 };
 
 TEST_P(DecodingGather, OfSmallAndLargeParts) {
-  // The work of all parts but the last one is done on another thread. 300 packets are shared between threads; those of
-  // 4 ranks are more than the caches hold.
+  // Another thread does the work of all parts but the last one. Threads share 300 packets; those of 4 ranks are more
+  // than the caches hold.
   for (int num_ranks : {1, 2, 4}) {
     for (const std::vector<size_t>& packets : {std::vector<size_t>{1}, {300}, {3, 1, 300}, {300, 2}}) {
       SCOPED_TRACE(::testing::Message() << num_ranks << " ranks, packets " << ::testing::PrintToString(packets));

@@ -55,7 +55,7 @@ const XLA_FFI_Api& api() {
     api.XLA_FFI_DeviceOrdinal_Get = get_device_ordinal;
     api.XLA_FFI_State_Set = set_state;
     api.XLA_FFI_State_Get = get_state;
-    // What XLA does when the type is registered.
+    // XLA's action when the type is registered.
     gpu::instance_type_id()->type_id = 1;
     return api;
   }();

@@ -28,8 +28,8 @@ struct Invocation {
   std::vector<DeviceBuffer> operands, results;
 };
 
-// One custom call of a program, as the executables of a process share it. Besides what the handlers return, it checks
-// what they leave behind on the thread: a record of an error that was handled, or another context, are violations.
+// One custom call of a program, shared by a process's executables. It also checks what the handlers leave behind on the
+// thread: a record of a handled error, or another context, is a violation.
 class Instruction {
  public:
   // Instantiates the handler. Throws std::runtime_error with its message if it fails.

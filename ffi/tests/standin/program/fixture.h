@@ -1,4 +1,4 @@
-// fixture.h: a test of one process with GPUs that are not there, and of what the engine leaves behind.
+// fixture.h: a test of one process with absent GPUs, and of the engine's leftovers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ inline int64_t id_of_gpu(int process, int gpu) { return 100 * (process + 1) - 7 
 
 inline gpu::Communicators& engine() { return gpu::Communicators::instance(); }
 
-// The engine in a process with these GPUs. Nothing of an earlier one may be in use.
+// The engine in a process with these GPUs. Nothing of an earlier engine may be in use.
 inline std::unique_ptr<Gpus> start_process(int process, const Hardware& hardware, gpu::KeyValueStore store,
                                            double deadline) {
   Machine::instance().reset(hardware);
@@ -45,13 +45,13 @@ inline std::unique_ptr<Gpus> start_process(int process, const Hardware& hardware
   return std::make_unique<Gpus>(ids);
 }
 
-// Whether an error is there, and has this text in it.
+// Whether there is an error with this text in it.
 inline ::testing::AssertionResult says(const std::string& error, const std::string& text) {
   if (error.find(text) != std::string::npos) return ::testing::AssertionSuccess();
   return ::testing::AssertionFailure() << '"' << text << "\" is not in the error \"" << error << '"';
 }
 
-// Waits until there are at most so many allocations. A thread that looks for failures may hold a group for a moment
+// Waits until at most this many allocations exist. A thread that looks for failures may hold a group for a moment
 // longer.
 inline ::testing::AssertionResult releases_memory(size_t most) {
   for (int i = 0; i < 2000 && Memory::instance().count() > most; ++i) {
@@ -64,7 +64,7 @@ inline ::testing::AssertionResult releases_memory(size_t most) {
 
 class StandinTest : public ::testing::Test {
  protected:
-  // How long a kernel waits in tests in which all ranks arrive. Much less would fail where sanitizers are slow.
+  // A kernel's longest wait in tests with all ranks present. Much less would fail under slow sanitizers.
   static constexpr double kDeadline = 15;
 
   void start(const Hardware& hardware, double deadline = kDeadline, gpu::KeyValueStore store = {}) {
@@ -72,7 +72,7 @@ class StandinTest : public ::testing::Test {
     allocations_before_ = Memory::instance().count();
   }
 
-  // The GPUs of this process, as the members of a group.
+  // This process's GPUs, as members of a group.
   std::vector<gpu::Member> members(int count = 0) const {
     std::vector<gpu::Member> all;
     for (int gpu = 0; gpu < (count == 0 ? gpus_->count() : count); ++gpu) all.push_back({0, id_of_gpu(0, gpu)});
@@ -90,7 +90,7 @@ class StandinTest : public ::testing::Test {
 
   std::unique_ptr<Gpus> gpus_;
   size_t allocations_before_ = 0;
-  bool keeps_memory_ = false;  // that another process may have mapped
+  bool keeps_memory_ = false;  // another process may have mapped it
 };
 
 }  // namespace jax_ring::standin

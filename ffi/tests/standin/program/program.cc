@@ -34,7 +34,7 @@ XLA_FFI_DataType xla_type_of(DType dtype) {
   }
 }
 
-// The ranks of a group in its tree.
+// A group's ranks in its tree.
 std::vector<int> ranks_of(const CallSpec& what) {
   if (!what.tree_ranks.empty()) return what.tree_ranks;
   std::vector<int> ranks(what.members.size() / what.num_groups);

@@ -1,4 +1,4 @@
-// program.h: programs of custom calls, run on the stand-in's GPUs as XLA runs them: a thread for each GPU.
+// program.h: programs of custom calls, run on the stand-in's GPUs like in XLA: with one thread per GPU.
 #pragma once
 
 #include <functional>
@@ -28,14 +28,14 @@ struct CallSpec {
   std::string algorithm = "auto";
   int lane = 0;
   std::string call = "ring_psum of float32[1000] over axis 'x'";
-  // With Order::tree: of a tree over so many ranks, with so many shards each, the members of a group, if they are not
-  // all of it.
+  // With Order::tree: a group's members in a tree over this many ranks, with this many shards each, if they are not all
+  // of it.
   int shards_per_rank = 1;
   int ranks_of_tree = 0;
   std::vector<int> tree_ranks = {};
 };
 
-// The GPUs of one process: their ids by CUDA ordinal, and a stream of XLA's for each.
+// One process's GPUs: their ids by CUDA ordinal, and one XLA stream each.
 class Gpus {
  public:
   explicit Gpus(std::vector<int64_t> ids);
@@ -48,19 +48,19 @@ class Gpus {
   std::vector<std::unique_ptr<CUstream_st>> streams_;
 };
 
-// One custom call of a program, with the operands and results of all ranks, also of those in other processes.
+// One custom call of a program, with all ranks' operands and results, including those in other processes.
 class Call {
  public:
   Call(CallSpec what, unsigned seed);
 
   // Compiles the call. Throws std::runtime_error with the handler's message.
   void instantiate();
-  // The sums along a tree: their number for each group, and the slots of an operand.
+  // The sums along a tree: their number per group, and the slots of an operand.
   int num_results() const { return tree_ ? static_cast<int>(tree_->roots().size()) : 1; }
   int num_slots() const { return tree_ ? tree_->num_slots() : 1; }
   Instruction& instruction() { return *instruction_; }
   int group_size() const { return static_cast<int>(what_.members.size()) / what_.num_groups; }
-  // The place of a GPU among the members; -1: none.
+  // A GPU's place among the members; -1: none.
   int place_of(int process, int64_t device) const;
   Invocation invocation(int place, int gpu, cudaStream_t stream, int64_t run_id);
   void expect_result(int place);
@@ -82,22 +82,21 @@ enum class Mode {
   recorded,  // XLA records the calls as a graph in the second run, and launches it from then on
 };
 
-// What else XLA does in a run, on each GPU's thread.
+// XLA's other actions in a run, on each GPU's thread.
 struct Hooks {
   std::function<void(int gpu)> before_initialize, before_execute;
 };
 
-// A program that all GPUs of the process run at the same time.
+// A program that all of the process's GPUs run at the same time.
 class Program {
  public:
-  // Compiles all calls.
   Program(int process, Gpus& gpus, std::vector<Call*> calls, Mode mode = Mode::stream);
   ~Program();
 
   // Runs it once on these GPUs, or on all, and waits for them. Returns each GPU's first error, or an empty string.
   std::vector<std::string> run(const std::vector<int>& on = {}, const Hooks& hooks = {});
 
-  // As run(), and all GPUs must succeed, with the right results.
+  // Like run(), but all GPUs must succeed, with the right results.
   void run_and_check(const Hooks& hooks = {});
 
   // Runs it until GPUs no longer wait for each other on the host, as they do in its first runs.

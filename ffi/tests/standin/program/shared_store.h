@@ -11,7 +11,7 @@
 
 namespace jax_ring::standin {
 
-// Lies in memory that processes inherit when they are forked. As that of jax.distributed, it refuses a key that exists.
+// Lies in memory that processes inherit when forked. Like jax.distributed's store, it refuses an existing key.
 class SharedStore {
  public:
   SharedStore();
@@ -19,7 +19,7 @@ class SharedStore {
   SharedStore(const SharedStore&) = delete;
   SharedStore& operator=(const SharedStore&) = delete;
 
-  // timeout: how many seconds fetch waits for a key, before it throws std::runtime_error.
+  // timeout: seconds that fetch waits for a key, before it throws std::runtime_error.
   gpu::KeyValueStore store(double timeout);
 
   // For the tests themselves: waits until `count` processes have called it with this number, below kMeetings.

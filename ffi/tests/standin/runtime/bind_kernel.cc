@@ -1,4 +1,4 @@
-// bind_kernel.cc: copies the arguments of a launch, and finds the memory that they lead to.
+// bind_kernel.cc: copies a launch's arguments, and finds the memory that they refer to.
 #include <tuple>
 #include <utility>
 
@@ -8,7 +8,7 @@
 namespace jax_ring::standin {
 namespace {
 
-// What a rank's kernel uses besides its operands.
+// Memory that a rank's kernel uses besides its operands.
 void reach(const gpu::Call& call, std::vector<const void*>& reached) {
   const Endpoint& self = call.self;
   for (int rank = 0; rank < self.num_ranks(); ++rank) reached.push_back(self.mailbox[rank]);

@@ -1,4 +1,4 @@
-// contexts.cc: the devices of the machine that is not there: their properties, contexts, and access to each other.
+// contexts.cc: the absent machine's devices: their properties, contexts, and access to each other.
 #include <cstdio>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// device.h: the words of CUDA C++ for the host's compiler, so that it compiles the kernels' file as it is.
+// device.h: CUDA C++'s words for the host's compiler, so that it compiles the kernels' file unchanged.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ extern thread_local HostTeam team_of_thread;
 void jitter();
 }  // namespace standin
 
-// A CTA, with fewer threads, and a random delay wherever they meet.
+// A CTA, with fewer threads, and a random delay at each barrier.
 struct Cta {
   int thread() const { return standin::team_of_thread.thread(); }
   int size() const { return standin::team_of_thread.size(); }

@@ -1,9 +1,9 @@
-// kernels_left_out.cc: empty tables for the element types whose kernels the stand-in does not build, to save time.
+// kernels_left_out.cc: empty tables for element types that the stand-in skips to save time.
 #include "cuda/kernels/kernel_table.h"
 
 namespace jax_ring::gpu {
 
-// Weak, so that those of kernels.cc replace them.
+// Weak, so that kernels.cc's tables replace them.
 #define JAX_RING_LEFT_OUT(name, element)                         \
   extern __attribute__((weak)) const KernelTable kernels_##name; \
   const KernelTable kernels_##name = {};

@@ -1,4 +1,4 @@
-// machine.cc: the state of the GPUs that are not there: contexts, access, captures, injected errors and violations.
+// machine.cc: the state of the absent GPUs: contexts, access, captures, injected errors and violations.
 #include "tests/standin/runtime/machine.h"
 
 #include <chrono>
@@ -11,10 +11,10 @@ namespace {
 thread_local int current = -1;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
-thread_local int strict_captures = 0;  // that this thread began, in a mode that is not relaxed
+thread_local int strict_captures = 0;  // captures in a mode that is not relaxed, begun by this thread
 std::atomic<unsigned> threads_seen{0};
 
-// No kernel of a test runs longer than this.
+// Longer than any kernel of a test.
 constexpr std::chrono::seconds kPatience{60};
 
 }  // namespace

@@ -1,5 +1,4 @@
-// machine.h: GPUs that are not there: what a test sets up before the CUDA runtime is used, and what it reads
-// afterwards.
+// machine.h: absent GPUs: what a test sets up before it uses the CUDA runtime, and what it reads afterwards.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,21 +16,21 @@
 
 namespace jax_ring::standin {
 
-// Which stage of a custom call this thread runs. In each of them some calls of the runtime are wrong.
+// The stage of a custom call that this thread runs. Each stage forbids some calls of the runtime.
 enum class Stage { none, instantiate, initialize, execute };
 extern thread_local Stage stage_of_thread;
 
 struct Hardware {
   int num_gpus = 2;
-  int threads_per_cta = 2;  // in place of the hundreds that a launch asks for
-  int ctas_at_once = 2;     // of each launch; the others follow, as on a GPU that is too small for all of them
+  int threads_per_cta = 2;  // in place of the hundreds in a launch
+  int ctas_at_once = 2;     // of each launch; the others follow, as on a GPU too small for all of them
   unsigned seed = 0;        // of random delays; 0: none
   // Whether memory, loading and graphs wait for all kernels of the process, as the driver's lock may make them do.
   bool driver_waits_for_kernels = false;
   bool has_multicast = true;  // whether an NVSwitch joins the GPUs
 };
 
-// The machine as one process sees it. All members may be called by any thread.
+// One process's view of the machine. Any thread may call any member.
 class Machine {
  public:
   static Machine& instance();
@@ -42,18 +41,18 @@ class Machine {
 
   // ---- What a test sets
 
-  // The GPUs on which this process may have a context. Without a call: all.
+  // The GPUs on which this process may have a context. If never called: all.
   void allow_contexts(std::set<int> gpus);
-  // The GPUs of this process whose kernels must all be loaded before any of them runs one.
+  // This process's GPUs. All of them must have loaded their kernels before any of them runs one.
   void expect_loaded_together(std::vector<int> gpus);
-  // Takes away the peer access of `gpu` to the memory of `peer`.
+  // Takes away `gpu`'s peer access to the memory of `peer`.
   void sever(int gpu, int peer);
-  // Lets `times` calls of a function fail, after `after` calls that do not.
+  // Makes `times` calls of a function fail, after `after` calls that do not.
   void fail(const std::string& function, cudaError_t error, int times = 1, int after = 0);
 
   // ---- What a test reads
 
-  // What was done that must not be done on eight real GPUs, in words.
+  // Violations: things done that must not be done on eight real GPUs, in words.
   std::vector<std::string> violations() const;
   std::set<int> contexts() const;
   // Calls of the runtime so far, of all functions or of one.
@@ -62,7 +61,7 @@ class Machine {
 
   // ---- What the stand-in's own files use
 
-  // At the start of each function of the runtime: counts it, delays it, and returns the error that a test asked for.
+  // At the start of each runtime function: counts it, delays it, and returns the error that a test asked for.
   cudaError_t enter(const char* function);
   // At the end of each: the thread's last error, as cudaGetLastError() reports it.
   static cudaError_t leave(cudaError_t error);
@@ -80,11 +79,11 @@ class Machine {
   void kernel_ended();
   bool kernels_run() const;
 
-  // Captures in progress, by the threads that began them.
+  // Captures in progress, by beginning thread.
   void capture_began(cudaStreamCaptureMode mode);
   void capture_ended(cudaStreamCaptureMode mode);
-  // For a call that may invalidate a capture: whether the thread may make it now. If not, all captures that it would
-  // invalidate are.
+  // For a call that may invalidate a capture: whether the thread may make it now. If not, invalidates all captures that
+  // the call would.
   bool may_make_unsafe_call(const char* function);
   uint64_t num_invalidations() const { return invalidations_.load(); }
 
@@ -113,8 +112,8 @@ class Machine {
   bool driver_taken_ = false;
 };
 
-// The driver's lock, which memory, loading and graphs take. A kernel that waits for a rank whose thread waits here
-// never ends; after a minute the stand-in gives up, and records it.
+// The driver's lock, taken by memory, loading and graph functions. A kernel that waits for a rank whose thread waits
+// here never ends; after a minute the stand-in gives up, and records it.
 class DriverLock {
  public:
   explicit DriverLock(const char* function);
@@ -123,13 +122,13 @@ class DriverLock {
   DriverLock& operator=(const DriverLock&) = delete;
 };
 
-// A random delay, if the machine has a seed. Wherever threads could interact.
+// A random delay, if the machine has a seed. Called wherever threads could interact.
 void jitter();
 
-// The GPU whose context this thread has made current; -1: none.
+// The GPU whose context is current on this thread; -1: none.
 int current_gpu();
 void set_current_gpu(int gpu);
-// As current_gpu(), but as the runtime does it: without a context the thread gets one on GPU 0.
+// Like current_gpu(), but as in the runtime: without a context the thread gets one on GPU 0.
 int required_gpu(const char* function);
 
 }  // namespace jax_ring::standin

@@ -1,4 +1,4 @@
-// memory.cc: cudaMalloc, cudaHostAlloc and CUDA IPC, on files of shared memory that have no name.
+// memory.cc: cudaMalloc, cudaHostAlloc and CUDA IPC, on unnamed files of shared memory.
 #include "tests/standin/runtime/memory.h"
 
 #include <fcntl.h>
@@ -17,7 +17,7 @@ namespace jax_ring::standin {
 namespace {
 
 constexpr size_t kPage = 4096;
-// GPU memory is not zero when it is allocated. More would only cost time: the counters and flags come first.
+// GPU memory is not zero when allocated. Filling more would only cost time: the counters and flags come first.
 constexpr size_t kDirtied = 64 << 10;
 constexpr unsigned char kDirt = 0xa5;
 
@@ -146,7 +146,7 @@ void Memory::fill(unsigned char* memory, int value, size_t bytes) {
   const size_t head = bytes < kDirtied ? bytes : kDirtied;
   std::memset(memory, value, head);
   if (head == bytes) return;
-  // The rest is zero already or made so by removing its pages, which is faster.
+  // The rest is zero already, or becomes so by removing its pages, which is faster.
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + head + kPage - 1) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
   if (value == 0 && begin < end && madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE) == 0) {
@@ -214,7 +214,7 @@ size_t Memory::count() const {
 
 namespace {
 
-// For functions that take the driver's lock, and that a thread must not call while a capture is in progress.
+// For functions that take the driver's lock, and that a thread must not call during a capture.
 template <class Function>
 cudaError_t unsafe_call(const char* function, Function body) {
   Machine& machine = Machine::instance();

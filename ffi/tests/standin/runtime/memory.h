@@ -1,5 +1,4 @@
-// memory.h: the memory of GPUs that are not there. Allocations can be mapped by other processes, and know who uses
-// them.
+// memory.h: the memory of absent GPUs. Other processes can map allocations, and each allocation knows its users.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +14,7 @@
 
 namespace jax_ring::standin {
 
-// The first page of every allocation, which all processes that map it see.
+// The first page of every allocation, visible to all processes that map it.
 struct Control {
   uint64_t name;                // unique, so that a handle never names other memory
   std::atomic<int> users;       // kernels of any process that can reach the memory
@@ -25,13 +24,13 @@ struct Control {
 struct Allocation {
   enum Kind { device, host, imported, multicast };
   Kind kind;
-  int gpu;  // that it is on, or on which it was imported
+  int gpu;  // where it is, or where it was imported
   unsigned char* base;
   size_t bytes;
   int file;
   Control* control;
   int local_users = 0;                  // kernels of this process
-  bool is_at_reserved_address = false;  // and stays reserved when this is released
+  bool is_at_reserved_address = false;  // and stays reserved after the release
   std::set<int> gpus_with_access = {};  // of memory at such an address
 };
 
@@ -41,7 +40,7 @@ class Memory {
   static Memory& instance();
 
   cudaError_t allocate(Allocation::Kind kind, int gpu, size_t bytes, void** memory);
-  // At an address that is reserved, with a page before it. Behind a multicast address there is nothing.
+  // At a reserved address, with a page before it. Behind a multicast address there is nothing.
   cudaError_t allocate_at(Allocation::Kind kind, int gpu, size_t bytes, unsigned char* at);
   void give_access(void* memory, int gpu);
   // Frees or unmaps it. Records a violation if a kernel can still reach it.
@@ -52,17 +51,18 @@ class Memory {
   // Writes a value to the allocation's memory, as a stream does.
   static void fill(unsigned char* memory, int value, size_t bytes);
 
-  // A kernel on `gpu` reaches these addresses until unpin(). Records violations: no such memory, no access, freed.
+  // From now until unpin(), a kernel on `gpu` uses these addresses. Records violations: no such memory, no access,
+  // freed.
   void pin(int gpu, const std::vector<const void*>& addresses);
   void unpin(const std::vector<const void*>& addresses);
 
   // Allocations that have not been released.
   size_t count() const;
-  // Those of at least so many bytes.
+  // Those of at least this many bytes.
   std::vector<const void*> addresses(size_t at_least) const;
 
  private:
-  Allocation* find(const void* address);  // with mutex_ held
+  Allocation* find(const void* address);  // requires mutex_
 
   mutable std::mutex mutex_;
   std::map<const unsigned char*, Allocation> by_base_;

@@ -1,6 +1,6 @@
-// multicast.cc: cuMem* and cuMulticast* of the driver. The switch itself is a loop over the mailboxes in the host's
-// build of the kernels, so memory of GPUs is behind their own addresses, and nothing is behind the one that reaches
-// all.
+// multicast.cc: cuMem* and cuMulticast* of the driver. In the host's build of the kernels the switch itself is a loop
+// over the mailboxes. So the memory of GPUs is behind their own addresses, and nothing is behind the address that
+// reaches all.
 #include "tests/standin/runtime/multicast.h"
 
 #include <cuda.h>
@@ -47,7 +47,7 @@ std::map<CUmemGenericAllocationHandle, Part> parts;
 std::map<CUmemGenericAllocationHandle, Team> teams;
 std::map<CUdeviceptr, Range> ranges;
 
-// A call of the driver; the runtime's errors that a test injects have the driver's numbers.
+// A call of the driver. Injected runtime errors have the driver's numbers.
 template <class Body>
 CUresult driver_call(const char* function, Body body) {
   Machine& machine = Machine::instance();
@@ -60,7 +60,7 @@ CUresult driver_call(const char* function, Body body) {
   return body();
 }
 
-// Bind and map would wait for the devices that are missing, for ever in a process that adds them itself.
+// Bind and map would wait for the missing devices, forever in a process that adds them itself.
 bool waits_for_devices(const Team& team, const char* function) {
   if (team.is_complete()) return false;
   Machine::instance().violate(std::string(function) + " before all GPUs have been added");

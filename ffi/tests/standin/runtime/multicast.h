@@ -1,4 +1,4 @@
-// multicast.h: the driver's functions for memory that an NVSwitch reaches, for GPUs that are not there.
+// multicast.h: the driver's functions for memory behind an NVSwitch, for absent GPUs.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// streams.h: streams, graphs and launches of GPUs that are not there. A stream is a thread that does its work in order.
+// streams.h: streams, graphs and launches of absent GPUs. A stream is a thread that does its work in order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,13 +14,13 @@
 
 namespace jax_ring::standin {
 
-// A launch with its arguments, which is queued, or captured and queued again and again.
+// A launch with its arguments, which is queued, or captured and queued repeatedly.
 struct Task {
   std::function<void()> run;
   std::vector<const void*> reached;  // memory that a kernel uses besides its operands
 };
 
-// A kernel with copies of its arguments. Defined beside the kernels, whose parameters only they know.
+// A kernel with copies of its arguments. Defined beside the kernels, because only they know their parameters.
 struct BoundKernel {
   std::function<void()> call;  // one thread's part
   std::vector<const void*> reached;
@@ -47,7 +47,7 @@ struct CUstream_st {
   CUstream_st(int gpu, unsigned flags);
   ~CUstream_st();  // after the last task
   void enqueue(jax_ring::standin::Task task);
-  // Whether all tasks end in a minute.
+  // Whether all tasks end within a minute.
   bool wait();
   bool is_idle();
 
