@@ -39,8 +39,7 @@ class State:
       every: every how many commits one is written.
       keep: where commits are: "process", in the memory of the processes, or "host", in that of the launcher as well, so
         that the job goes on from the last one when all its processes are lost. Process 0 then copies what is the same
-        in all processes once more, and each its part of divided leaves. Without a launcher nobody would start the
-        processes again, and it has no effect.
+        in all processes once more, and each its part of divided leaves. No effect without a launcher.
       trees: the state.
 
     Raises:

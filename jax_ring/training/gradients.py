@@ -55,9 +55,8 @@ def value_and_grad(
 
     It differentiates the mean of `fun` over the ranks with respect to parameters that all ranks share, or the value of
     `fun` itself where `fun` has reduced it over the axis, as by `weighted_pmean`. Both are right with vma tracking
-    (`check_vma=True`) and without. A sum within `fun` over an axis that is not in `axis_name` needs vma tracking:
-    without it JAX makes gradients through the sum too large by the size of that axis. If the parameters are replicated
-    over that axis too, naming it in `axis_name` makes them right.
+    (`check_vma=True`) and without. A sum within `fun` over another axis needs vma tracking (docs/training.md),
+    unless the parameters are replicated over that axis too and `axis_name` names it.
 
     Args:
       fun: a function of parameters and this rank's data. Returns a scalar, or a scalar and auxiliary data.

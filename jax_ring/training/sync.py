@@ -335,8 +335,7 @@ def sync_with_feedback(
         grads, residual = sync_with_feedback(grads, residual, "data")  # under shard_map
 
     Error feedback of Seide et al., "1-Bit Stochastic Gradient Descent" (2014). Errors of the sum itself are fed back
-    with `wire="int8"` only. A value too large for the sum's range is sent in parts, over several steps. Infinities and
-    NaNs reach all ranks at once, and leave a residual of zero.
+    with `wire="int8"` only. docs/compression.md has large values, infinities and NaNs.
 
     Args:
       tree: as for `sync_gradients`.

@@ -68,12 +68,11 @@ def sharded_optimizer(
       impl: "ring" or "lax", as for `sync_gradients`.
       layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
         multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
-        "parameter": ranks own whole parameters, balanced by size, so that masks, labels, LAMB, LARS, Adafactor and Muon
-        give the results that they give without sharding. The state is a `ParameterState`.
+        "parameter": ranks own whole parameters, balanced by size, for masks, labels, LAMB, LARS, Adafactor and Muon.
+        The state is a `ParameterState`.
       order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
         `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit of parameters or state
-        depends on the number of ranks. The state then has another padding; `repartition` converts it. In the flat
-        layout results have the bits of `replicated_optimizer(tx)`.
+        depends on the number of ranks.
       overlap: as for `sync_gradients`.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.

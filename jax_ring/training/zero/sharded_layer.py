@@ -36,9 +36,8 @@ def sharded_layer(
 
         gradients = jax.grad(loss)(shards, tokens)            # shards, for `update` of the sharded optimizer
 
-    A layer gathers its own parameters, computes `f` for the rank's V/p shards one after the other, and drops them. The
-    backward pass gathers them anew and computes `f` again. Gradients of the parameters are added over all V shards
-    along the tree and scattered.
+    A layer gathers its own parameters, computes `f` for the rank's V/p shards in turn, and drops them; so does the
+    backward pass, which scatters the gradients.
 
     Shards of several layers, stacked in a first dimension as `jax.vmap(optimizer.shard)` does it, are layers of which
     each gets the result of the one before. While a layer is computed the next one's parameters are gathered. The bits
