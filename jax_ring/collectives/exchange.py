@@ -101,6 +101,8 @@ def ring_all_to_all(
 def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None) -> T:
     """Swaps a mapped axis with dimension `axis` of `x`, of the same size. A drop-in for `jax.lax.pswapaxes`.
 
+        columns = ring_pswapaxes(rows, "data", 0)  # on 8 ranks: rows of shape (8, N), row i becomes rank i's
+
     Short for `ring_all_to_all(x, axis_name, axis, axis)`.
     """
     return ring_all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
@@ -151,6 +153,8 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
 
 def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:
     """Sends `x` from rank `perm[i]` of a mapped axis to rank i. A drop-in for `jax.lax.pshuffle`.
+
+        from_the_left = ring_pshuffle(x, "data", [7, 0, 1, 2, 3, 4, 5, 6])  # on 8 ranks
 
     Short for `ring_ppermute(x, axis_name, list(zip(perm, range(p))))`; a ValueError if `perm` is no permutation.
     """

@@ -33,6 +33,12 @@ def ring_ragged_all_to_all(
 ) -> jax.Array:
     """Sends slices of `operand` to the ranks of a mapped axis. A drop-in for `jax.lax.ragged_all_to_all`.
 
+        # sizes: rows of x for each rank, of shape (p,); room: zeros, in which rows arrive
+        starts = jnp.cumsum(sizes) - sizes
+        received = ring_all_to_all(sizes, "data", 0, 0, tiled=True)
+        places = ring_all_to_all(jnp.cumsum(received) - received, "data", 0, 0, tiled=True)
+        y = ring_ragged_all_to_all(x, room, starts, sizes, places, received, axis_name="data")
+
     With K slices and p ranks, slice i goes to rank i // (K // p): rows `input_offsets[i]` to `input_offsets[i] +
     send_sizes[i]` of `operand` become rows `output_offsets[i]` and following of that rank's result. Bits are kept, NaNs
     included. On GPUs, and between hosts, XLA serves the call.

@@ -105,6 +105,8 @@ def ring_pmean(
 ) -> T:
     """The mean of `x` over the ranks of a mapped axis: `ring_psum`, divided. A drop-in for `jax.lax.pmean`.
 
+        loss = ring_pmean(loss, "data")  # under shard_map
+
     As `ring_psum`. Means of integers and booleans are floats, but integers are added in their own dtype, as in
     `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32. Each group
     divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
@@ -127,6 +129,8 @@ def ring_pmax(
 ) -> T:
     """The maximum of `x` over the ranks of a mapped axis, by element. A drop-in for `jax.lax.pmax`.
 
+        highest = ring_pmax(lax.stop_gradient(logits).max(), "model")  # under shard_map
+
     As `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. `algorithm` matters between
     processes on CPU devices alone. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in
     `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its operand's
@@ -141,7 +145,12 @@ def ring_pmax(
 def ring_pmin(
     x: T, axis_name: AxisName, *, axis_index_groups: Groups | None = None, algorithm: Algorithm = "auto"
 ) -> T:
-    """The minimum, as `ring_pmax`. A drop-in for `jax.lax.pmin`."""
+    """The minimum of `x` over the ranks of a mapped axis, by element. A drop-in for `jax.lax.pmin`.
+
+        shortest = ring_pmin(length, "data")  # under shard_map
+
+    As `ring_pmax`.
+    """
     return _extremum("min", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
 

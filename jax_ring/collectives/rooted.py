@@ -66,6 +66,8 @@ def ring_reduce(
 def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
 
+        params = ring_pbroadcast(params, "data", source=0)  # under shard_map
+
     As `ring_broadcast`, with the type of `lax.pbroadcast`: JAX does not know that results are the same on all ranks.
 
     Args:

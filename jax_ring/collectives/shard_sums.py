@@ -21,6 +21,9 @@ from jax_ring.lowering.trees import accumulator
 class ShardSums:
     """Partial sums of a rank's shards, for `ring_psum(..., order="tree")` and the training layer.
 
+        sums = ShardSums(x[None], num_shards=8, dtypes=(x.dtype,))  # on 8 ranks: one term each
+        total = ring_psum(sums, "data", order="tree")
+
     Attributes:
       terms: a pytree like the sum, with an additional first dimension for the rank's terms (`shard_tree.terms_of`), in
         the accumulator's dtype. Slots beyond the rank's last term have no meaning.
