@@ -169,6 +169,11 @@ def take_calls_of_xla() -> list[CallOfXla]:
 class Failure(NamedTuple):
     """Why calls have failed.
 
+        except Exception as error:
+            failure = jax_ring.runtime.failure_of(error)
+            if failure is not None and failure.kind == "ended":
+                print(failure.process, failure.cause)
+
     Attributes:
       number: in this process; texts of its exceptions end in `[failure 7]`.
       code: their beginning: `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `FAILED_PRECONDITION`, `INVALID_ARGUMENT` or
@@ -195,6 +200,8 @@ class Failure(NamedTuple):
 
 def failure(number: int) -> Failure:
     """The failure in which an exception's text ends: 7 in `... [failure 7]`.
+
+        print(jax_ring.runtime.failure(7).kind)
 
     Raises:
       ValueError: if this process has no such failure among the last 256.

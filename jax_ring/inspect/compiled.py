@@ -37,6 +37,9 @@ _TARGET = re.compile(r'(?:custom_call_target=|\btarget = )"(jax_ring_\w+)"')
 class Instruction:
     """A collective of the compiled program.
 
+        for call in jax_ring.explain(train_step, params, batch).instructions:
+            print(call.name, call.num_bytes, call.times)
+
     Attributes:
       name: HLO opcode, or target of a custom call.
       operands: type and shape, as in HLO.

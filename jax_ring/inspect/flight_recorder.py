@@ -8,6 +8,9 @@ from jax_ring import _ffi_cpu
 class RecordedCall(NamedTuple):
     """A call as one process recorded it; times are seconds before `flight_recorder()`.
 
+        last = jax_ring.flight_recorder().calls[-1]
+        print(last.call, last.state, last.entered_ago)
+
     Attributes:
       process: that recorded it.
       sequence: its number in that process, from 1. Each group with ranks there counts.
@@ -40,6 +43,8 @@ _AS_RECORDED = ("sequence", "call", "group", "state", "entered_ago", "ready_ago"
 class FlightRecord(NamedTuple):
     """What `flight_recorder()` returns. Printed, it is a table.
 
+        pending = [call for call in jax_ring.flight_recorder().calls if call.state in ("arriving", "ready")]
+
     Attributes:
       calls: this process's, oldest first, then each peer's.
       table: the last ten calls, with the state of each process or, in a program of one process, of each mesh position.
@@ -55,6 +60,8 @@ class FlightRecord(NamedTuple):
 
 def flight_recorder() -> FlightRecord:
     """The last 256 calls on CPU devices of this process and of those that it has communicated with.
+
+        print(jax_ring.flight_recorder())
 
     A dead peer's calls are there, too. Missing are those of peers before the first call together, or in containers with
     process ids of their own.

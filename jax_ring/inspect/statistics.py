@@ -25,6 +25,9 @@ _BUS_FACTORS = {
 class Late:
     """A rank that came last.
 
+        for late in jax_ring.statistics().late[:3]:
+            print(late.process, late.position, late.seconds)
+
     Attributes:
       position: in the mesh.
       count: of calls that it made last.
@@ -40,6 +43,9 @@ class Late:
 @dataclass(frozen=True)
 class CallStatistics:
     """A call, over all its executions.
+
+        for call in jax_ring.statistics().calls:
+            print(call.call, call.busy / call.count)
 
     Attributes:
       call: with dtype, shape, axis and place in the program.
@@ -76,6 +82,8 @@ class CallStatistics:
 class Statistics(NamedTuple):
     """What `statistics()` returns. Printed, it is two tables of up to ten rows each.
 
+        most_expensive = jax_ring.statistics().calls[0]
+
     Attributes:
       calls: the most expensive first.
       late: the ranks that came last, over all calls: the stragglers.
@@ -109,6 +117,10 @@ class Statistics(NamedTuple):
 
 def statistics(*, reset: bool = False) -> Statistics:
     """What this process's calls on CPU devices have taken, and who was late.
+
+        jax_ring.statistics(reset=True)  # after the first steps
+        ...                              # train
+        print(jax_ring.statistics())
 
     Every process sees the calls that it takes part in. Some rank comes last by microseconds: look at the seconds, not
     at the count.

@@ -20,7 +20,14 @@ def is_overridden(primitive_name: str) -> bool:
 
 
 class Override:
-    """An override, until `close()` or the end of its `with` block."""
+    """The result of `override_lax()`.
+
+        override = jax_ring.override_lax()
+        train_step(params, batch)
+        override.close()
+
+    The override is in effect until `close()`, or until the end of its `with` block.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._thread = threading.current_thread()
