@@ -62,6 +62,9 @@ class Run:
 def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.add) -> Run:
     """All-reduces one-dimensional arrays, one per rank, by a schedule.
 
+        letters = [np.array([letter] * 4, dtype=object) for letter in "abcd"]
+        run(ring, letters).outputs[0]  # ['bcda', 'cdab', 'dabc', 'abcd']: the order of each block
+
     Args:
       schedule: of `jax_ring.schedule.ALGORITHMS`, or alike.
       inputs: operands, equal in shape and dtype.
