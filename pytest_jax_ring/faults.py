@@ -11,6 +11,8 @@ from dataclasses import dataclass
 class Fault:
     """What happens to a rank at a point, by `kill`, `stop` or `delay`.
 
+        @pytest.mark.jax_processes(3, faults=[kill(1, at="step 2"), delay(2, 0.5, at="step 3")])
+
     Attributes:
       kind: "kill", "stop" or "delay".
       at: the point's name.
@@ -27,16 +29,32 @@ class Fault:
 
 
 def kill(rank: int, *, at: str) -> Fault:
-    """The rank dies by SIGKILL at the point; its own test neither passes nor fails."""
+    """The rank dies by SIGKILL at the point.
+
+        @pytest.mark.jax_processes(3, faults=[kill(1, at="step 2")])
+
+    Its own test neither passes nor fails.
+    """
     return Fault("kill", rank, at)
 
 
 def stop(rank: int, *, at: str) -> Fault:
-    """The rank stops by SIGSTOP, like a hanging process, until the others have ended."""
+    """The rank stops by SIGSTOP at the point, like a hanging process.
+
+        @pytest.mark.jax_processes(3, faults=[stop(1, at="step 2")])
+
+    It is killed when the others have ended.
+    """
     return Fault("stop", rank, at)
 
 
 def delay(rank: int, seconds: float, *, at: str) -> Fault:
+    """The rank sleeps at the point.
+
+        @pytest.mark.jax_processes(3, faults=[delay(1, 0.5, at="step 2")])
+
+    Then it goes on.
+    """
     return Fault("delay", rank, at, seconds)
 
 
@@ -72,6 +90,10 @@ def set_points(points: Points | None) -> None:
 
 def fault_point(name: str) -> None:
     """Names a point, where a test's fault happens, once.
+
+        for step in range(10):
+            fault_point(f"step {step}")
+            train_step()
 
     Args:
       name: as in `kill(rank, at=name)`, with the step in loops: `fault_point(f"step {step}")`.
