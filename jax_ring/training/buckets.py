@@ -18,6 +18,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 class Bucket:
     """Leaves of one dtype in one call.
 
+        first = jax_ring.plan_buckets(params).buckets[0]
+
     Attributes:
       leaves: positions in `jax.tree.leaves`, in the order of the backward pass.
     """
@@ -30,6 +32,9 @@ class Bucket:
 @dataclass(frozen=True)
 class BucketPlan:
     """The result of `plan_buckets`; prints as a table.
+
+        plan = jax_ring.plan_buckets(params)
+        first_reduced = [plan.names[i] for i in plan.buckets[0].leaves]
 
     Attributes:
       names: the leaves' paths and types, as in `jax.tree.leaves`.
@@ -66,6 +71,8 @@ def plan_buckets(
     tree: Any, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> BucketPlan:
     """Plans which gradients share a bucket.
+
+        print(jax_ring.plan_buckets(params, bucket_bytes=4 << 20))
 
     Leaves are taken in reverse, because the backward pass begins with the last parameters. Each is added to its dtype's
     open bucket, or opens a new one, and is never split. Gradients of integers (float0) have no bucket. The plan depends

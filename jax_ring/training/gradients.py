@@ -123,6 +123,8 @@ def grad(
 ) -> Callable[P, Any]:
     """`jax.grad` for a loss that is divided over data-parallel ranks: `value_and_grad` without the value.
 
+        grads = jax_ring.grad(loss, "data")(params, batch)  # under shard_map
+
     Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """

@@ -27,6 +27,8 @@ T = TypeVar("T")  # a pytree: results keep the structure of the argument
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
     """Sends rank `root`'s parameters to every rank of a mapped axis, bit for bit.
 
+        params = jax_ring.broadcast_params(params, "data")  # under shard_map
+
     Args:
       params: a pytree of arrays of any dtype, random keys included.
       axis_name, root: as for `ring_broadcast`.

@@ -36,6 +36,9 @@ class LocalGradients(NamedTuple):
 class FeedbackState(NamedTuple):
     """The state with `error_feedback`, a `key`, or both.
 
+        reduce = jax_ring.allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True)
+        residual = reduce.init(params).residual  # under shard_map
+
     Attributes:
       residual: this rank's errors still to be sent: a pytree like the gradients with a first dimension of 1, along
         which `shard_map` concatenates; None without `error_feedback`.

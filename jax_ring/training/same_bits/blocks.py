@@ -71,6 +71,8 @@ def block_sum(
 def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[Any, Any], Any]:
     """The elementwise maximum of `f(block, inputs)` over all ranks' blocks, without derivative.
 
+        highest = jax_ring.block_max(lambda head, h: (h @ head).max(-1), "model")(params["heads"], h)
+
     For a softmax over a divided vocabulary: subtract the maximum, and take block_sum of the exponentials.
 
     Args:

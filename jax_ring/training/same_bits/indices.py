@@ -62,6 +62,8 @@ def shard_index() -> jax.Array:
 def block_index() -> jax.Array:
     """The index of the current block among those of all ranks: an int32 scalar.
 
+        first = jax_ring.block_index() * len(block)  # the row of the whole table where the block begins
+
     For the function of `block_sum` and `block_max`, which runs once per block.
 
     Raises:

@@ -29,6 +29,9 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
+        tx = optax.chain(zero.clip_by_global_norm(1.0, "data"), optax.adam(1e-3))
+        optimizer = zero.sharded_optimizer(tx, "data")
+
     The squares of the ranks' parts are added over the axis: the norm of the whole mean gradient. It is computed in
     float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
     `optax.clip_by_global_norm`, as each copy would count here, unless it is within a `replicated_optimizer`.

@@ -29,6 +29,8 @@ def _for_stage_3(*_: Any) -> Any:
 class ShardedOptimizer(NamedTuple):
     """The result of `sharded_optimizer`. Call `init`, `update`, `shard` and `gather` inside `shard_map`.
 
+        init, update, specs = zero.sharded_optimizer(optax.adam(1e-3), "data")[:3]
+
     With `stage=3`, params are shards: a `ShardedParams`, or a tree of such. `update` returns
     updates of the shards, `repartition` takes and returns both, (state, shards), and `specs` takes either.
 

@@ -41,6 +41,9 @@ class Shapes(NamedTuple):
 class ShardedParams:
     """Parameters that are divided over the ranks, with `stage=3`. A pytree, of one array for each dtype.
 
+        optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data", stage=3)
+        shards = optimizer.shard(params)  # under shard_map, with out_specs=P("data")
+
     Attributes:
       vectors: by the name of a dtype, its parameters one after the other, with zeros up to the padded size. Inside of
         `shard_map` the rank's part; outside all of it. Several of equal shapes can be stacked, as `jax.vmap` does it.

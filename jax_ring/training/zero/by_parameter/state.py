@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class ParameterState(NamedTuple):
     """The state with `layout="parameter"`.
 
+        optimizer = zero.sharded_optimizer(optax.lamb(1e-3), "data", layout="parameter")
+        own = optimizer.init(params).own  # under shard_map
+
     Attributes:
       shared: what belongs to no parameter, such as step counts, the same on all ranks; None elsewhere.
       own: what belongs to the rank's parameters, by dtype as an array of shape (1, size), divided along the first
@@ -37,6 +40,8 @@ class ParameterState(NamedTuple):
 @dataclass(frozen=True)
 class Shares:
     """What each rank owns with `layout="parameter"`; prints as a table.
+
+        print(zero.sharded_optimizer(optax.lamb(1e-3), "data", layout="parameter").shares(params, 8))
 
     Attributes:
       parameters: by rank, the paths, with the elements of those that are cut.
