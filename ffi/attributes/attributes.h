@@ -80,7 +80,7 @@ struct Attributes {
 // another version of jax_ring has lowered may have others.
 Attributes attributes_of(xla::ffi::Dictionary all);
 
-// Throws std::invalid_argument if the groups are not of different members, or one has no such root.
+// Throws std::invalid_argument if a member appears twice, or a group lacks the root.
 void check_groups(const Attributes& call, int64_t root);
 
 // The values, for error messages.

@@ -1,9 +1,9 @@
 // schedule.h: which chunk a rank handles at each step of a ring, and what it does with it.
 //
-// A chunk travels around the ring twice, starting at its first rank: first as a partial fold (reduce-scatter: p-1
-// steps), to which each rank adds its own values, then as the result (all-gather: p-1 steps), of which each rank keeps
-// a copy. That makes 2p-1 hops, numbered from 0; the p-th ends the first pass and begins the second. The orders differ
-// in where a chunk starts:
+// A chunk travels around the ring twice, starting at its first rank. On the first pass it is a partial fold
+// (reduce-scatter: p-1 steps), and each rank adds its own values. On the second it is the result (all-gather: p-1
+// steps), and each rank keeps a copy. That makes 2p-1 hops, numbered from 0; the p-th ends the first pass and begins
+// the second. The orders differ in where a chunk starts:
 //
 //   Order::ring   block i of the message starts at rank i+1 and is complete at rank i: the classical ring, in which all
 //                 links are busy all the time.

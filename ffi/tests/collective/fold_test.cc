@@ -310,7 +310,7 @@ std::vector<uint64_t> elements_of(DType dtype, const std::vector<double>& values
   return bits;
 }
 
-// The test above implies what follows; these state the meaning in numbers.
+// The tests below follow from the one above; they state its meaning in numbers.
 
 TEST(FoldMeaning, LargestAndSmallest) {
   for (DType dtype : {DType::s8, DType::s16, DType::s32, DType::s64, DType::bf16, DType::f16, DType::f32, DType::f64}) {
