@@ -17,7 +17,7 @@ from jax_ring.distributed.gpus import Gpus, gpus_here
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
-_SEPARATOR = "\0"  # between host id and memory id in what a process publishes
+_SEPARATOR = "\0"  # separates host id and memory id in a published value
 
 
 class _Membership:

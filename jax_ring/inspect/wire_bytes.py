@@ -7,7 +7,7 @@ clusters of workstations" (2009); two-shot sends as much.
 
 from collections.abc import Sequence
 
-# By kind: what a rank sends in a group of p ranks, in units of V, on average.
+# By kind: average bytes sent by a rank in a group of p ranks, in units of V.
 _SENT_MESSAGES = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
