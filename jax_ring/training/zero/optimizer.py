@@ -1,5 +1,4 @@
-"""ZeRO: an optimizer that is sharded over the data-parallel ranks.
-"""
+"""ZeRO: an optimizer that is sharded over the data-parallel ranks."""
 
 from __future__ import annotations
 
