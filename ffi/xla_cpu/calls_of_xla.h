@@ -16,7 +16,7 @@ namespace jax_ring::cpu {
 struct CallOfXla {
   int64_t run_id;
   int64_t partition;
-  std::string call;                // the call
+  std::string call;
   std::string text;                // the call, and its line in the user's program
   std::vector<int64_t> processes;  // of its ranks' communication partners and its own
   std::chrono::steady_clock::time_point begin;
