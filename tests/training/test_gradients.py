@@ -373,7 +373,7 @@ def test_the_norm_of_the_mean_is_clipped(check_vma):
 def test_error_feedback_in_optax(check_vma):
     """Many steps with constant gradients, with and without error feedback.
 
-    The figures are in docs/compression.md: errors against float64, relative to the mean magnitude of the gradient.
+    The figures are in benchmarks/LAB_BOOK.md: errors against float64, relative to the mean magnitude of the gradient.
     """
     ranks, steps = 8, 64
     x = np.random.default_rng(0).standard_normal((ranks, 1000)).astype(np.float32)
