@@ -108,8 +108,9 @@ def test_the_bits_of_replicated_training(runs):
     program = f"import sys; sys.path.insert(0, {__file__.rpartition('/')[0]!r})\n"
     program += f"import test_zero_replicated as t; t.main(*{runs!r})"
     result = subprocess.run(
-        [sys.executable, "-c", program], env=AS_USERS_COMPILE, capture_output=True, text=True, timeout=280, check=False
-    )
+        [sys.executable, "-P", "-c", program], env=AS_USERS_COMPILE, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [line.split() for line in result.stdout.splitlines()]
     assert len(lines) == len(runs) * len(OPTIMIZERS)
