@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of docs/performance.md from all files in benchmarks/results.
+"""Makes the tables of the README and of the site from all files in benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -20,7 +20,7 @@ from harness import intervals
 from harness.report import SMALL, size_name
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs/performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/performance.md")
 TIMES, TO = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 SIZES = tuple(1 << n for n in (12, 16, 18, 20, 22, 24))
 EVERY = "all of today's engine"

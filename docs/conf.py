@@ -86,7 +86,7 @@ def write_gallery(app):
     for name, command in record.COMMANDS.items():
         source = ROOT / f"examples/{name}.py"
         summary, _, rest = re.match(r'"""(.*?)"""', source.read_text(), re.DOTALL)[1].partition("\n")
-        text = re.sub(r"\n\n(?:    .*\n)+", "\n", rest).strip()  # without its command
+        text = re.sub(r"\n\n(?:    .*\n)+", "\n", "\n" + rest).strip()  # without its command
         output = f"It prints, but for progress:\n\n```{{literalinclude}} ../outputs/{name}.txt\n:language: text\n```"
         page = [
             f"# {name}.py", summary, text, f"```sh\n.venv/bin/python {command}\n```",
