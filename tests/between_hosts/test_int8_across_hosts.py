@@ -8,7 +8,7 @@ from helpers import assert_same_bits, rank_fold
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_two_level import TWO_HOSTS, by_host, call, integers, local_shards, on_mesh
+from test_two_level import TWO_HOSTS, by_host, call, cut_small_parts, integers, local_shards, on_mesh
 
 from jax_ring import explain, sync_gradients, sync_with_feedback
 from jax_ring.collectives import int8_blocks as int8
@@ -107,7 +107,7 @@ def large_messages_cross_in_parts():
         values[:, ::4096] *= 1e9
         values[0, 5000] = np.nan
         values[3, 70_000], values[6, size - 1] = np.inf, -np.inf
-        values[:, 1 << 20 : (1 << 20) + 256] = 0
+        values[:, 1 << 17 : (1 << 17) + 256] = 0
         values[0, 99_999], values[1, 99_999] = np.inf, -np.inf
 
         fun, arrays = on_mesh(both, mesh, values, out_specs=P())
@@ -135,6 +135,7 @@ def large_messages_cross_in_parts():
 
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts():
+    cut_small_parts()
     for part in (only_what_crosses_is_rounded, other_mesh_axes, bytes_across_hosts, large_messages_cross_in_parts):
         part()
         print(f"{part.__name__} passed")

@@ -8,13 +8,13 @@ from helpers import assert_same_bits, rank_fold
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_two_level import TWO_HOSTS, by_host, local_shards, on_mesh
+from test_two_level import SMALL_PART, TWO_HOSTS, by_host, cut_small_parts, local_shards, on_mesh
 
 from jax_ring import explain, ring_psum, sync_gradients, sync_with_feedback
 from jax_ring.lowering.hierarchical import all_reduce
 
 RNG = np.random.default_rng(0)  # the same numbers in all processes
-LARGE = 2 * all_reduce.PART_BYTES // 4  # float32 of so many elements cross in parts
+LARGE = 2 * SMALL_PART // 4  # float32 of so many elements cross in parts
 
 
 def in_one_piece(fun):
@@ -105,6 +105,7 @@ def what_the_program_needs_otherwise():
 
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts():
+    cut_small_parts()
     for part in (bits_of_one_piece, what_the_program_needs_otherwise):
         part()
         print(f"{part.__name__} passed")
@@ -112,6 +113,7 @@ def test_two_hosts():
 
 @pytest.mark.jax_processes(3, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "abc"])
 def test_three_hosts():
+    cut_small_parts()
     mesh = Mesh(np.array(jax.devices()), ("i",))
     for wire in (jnp.bfloat16, np.float16):
         check_wire(mesh, 3, LARGE + 77, wire, mean=False)
@@ -120,6 +122,7 @@ def test_three_hosts():
 @pytest.mark.jax_processes(4, devices=2, environment=[host for host in TWO_HOSTS for _ in range(2)])
 def test_two_hosts_of_two_processes():
     """Steps between processes convert nothing, so that XLA does."""
+    cut_small_parts()
     mesh = Mesh(np.array(jax.devices()), ("i",))
     values = gradients(8, LARGE)
     fun, arrays = on_mesh(
