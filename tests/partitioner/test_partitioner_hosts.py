@@ -1,5 +1,6 @@
 """Ordinary `jit` programs across hosts: the bits of jax_ring's own collectives in the same groups."""
 
+import itertools
 import logging
 import re
 
@@ -42,50 +43,54 @@ def assert_shards(actual, expected) -> None:
         assert_same_bits(np.asarray(one.data), np.asarray(other.data))
 
 
-def reductions():
-    """(the order, a function of `jit`, the collective, the dtype, the shape of a rank's operand)."""
+def reductions(order):
+    """(a function of `jit`, the collective, the dtype, the shape of a rank's operand)."""
     from functools import partial
 
     from jax_ring import ring_pmax, ring_pmin, ring_psum
 
-    for dtype in (np.float32, jnp.bfloat16):
-        yield "tree", lambda x: x.sum(0, dtype=x.dtype), partial(ring_psum, order="tree"), dtype, (5, 7)
-
-    for dtype in (np.float32, jnp.bfloat16, np.float16, np.int32, np.int8, np.complex64):
-        yield "rank", lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (5, 7)
-    for dtype in (np.float32, jnp.bfloat16, np.int8, np.bool_):
-        yield "rank", lambda x: x.max(0), ring_pmax, dtype, (7,)
-    for dtype in (np.float32, np.uint32):
-        yield "rank", lambda x: x.min(0), ring_pmin, dtype, (2, 3)
-    for dtype in (np.float32, jnp.bfloat16):
-        yield "rank", lambda x: x.sum(0, dtype=x.dtype), ring_psum, dtype, (1 << 20, 3)  # crosses in parts
+    sums = lambda x: x.sum(0, dtype=x.dtype), partial(ring_psum, order=order)
+    if order == "tree":
+        return [(*sums, dtype, (5, 7)) for dtype in (np.float32, jnp.bfloat16)]
+    return [
+        *((*sums, dtype, (5, 7)) for dtype in (np.float32, jnp.bfloat16, np.float16, np.int32, np.int8, np.complex64)),
+        *((lambda x: x.max(0), ring_pmax, dtype, (7,)) for dtype in (np.float32, jnp.bfloat16, np.int8, np.bool_)),
+        *((lambda x: x.min(0), ring_pmin, dtype, (2, 3)) for dtype in (np.float32, np.uint32)),
+        *((*sums, dtype, (1 << 14, 3)) for dtype in (np.float32, jnp.bfloat16)),  # cross in parts
+    ]
 
 
-@pytest.mark.jax_processes(2, devices=4, environment=HOSTS)
-def test_reductions_have_the_bits_of_ring_psum():
+def bits_of_ring_psum():
+    """Each in the same program as the others of its order and axes."""
     from jax_ring import override_lax
 
     mesh = mesh_of_hosts()
-    for order, reduce, ring, dtype, shape in reductions():
-        values = floats(8, *shape)
-        values = values > 0 if dtype == np.bool_ else values.astype(dtype)
-        values.flat[5] = np.nan if jnp.issubdtype(dtype, jnp.floating) else values.flat[5]
-        for axes, others in ((EVERYWHERE, ()), (("host", "i"), ("j",))):
-            divided = others or (None,)
-            x = put(values.reshape(-1, 2, *shape) if others else values[:, None], mesh, axes, *divided)
-            out = NamedSharding(mesh, P(*divided))
-            with override_lax(order=order):
-                actual, _, steps = replaced(reduce, x, out_shardings=out)
-            by_hand = jax.shard_map(
-                lambda x, ring=ring, axes=axes: ring(x[0], axes), mesh=mesh, in_specs=P(axes, *divided),
-                out_specs=P(*divided), check_vma=False,
-            )  # fmt: skip
-            assert steps == {("all-reduce", "reduce-scatter"), ("all-reduce", "all-gather")}
-            assert_shards(actual, jax.jit(by_hand)(x))
+    for order, (axes, others) in itertools.product(("tree", "rank"), ((EVERYWHERE, ()), (("host", "i"), ("j",)))):
+        cases, divided, operands = reductions(order), others or (None,), []
+        for _, _, dtype, shape in cases:
+            values = floats(8, *shape)
+            values = values > 0 if dtype == np.bool_ else values.astype(dtype)
+            values.flat[5] = np.nan if jnp.issubdtype(dtype, jnp.floating) else values.flat[5]
+            operands.append(put(values.reshape(-1, 2, *shape) if others else values[:, None], mesh, axes, *divided))
+
+        def reduced(operands, cases=cases):
+            return [reduce(x) for (reduce, *_), x in zip(cases, operands, strict=True)]
+
+        def by_hand(operands, cases=cases, axes=axes):
+            return [ring(x[0], axes) for (_, ring, *_), x in zip(cases, operands, strict=True)]
+
+        with override_lax(order=order):
+            actual, _, steps = replaced(reduced, operands, out_shardings=NamedSharding(mesh, P(*divided)))
+        expected = jax.jit(
+            jax.shard_map(by_hand, mesh=mesh, in_specs=P(axes, *divided), out_specs=P(*divided), check_vma=False)
+        )(operands)
+        assert steps == {("all-reduce", "reduce-scatter"), ("all-reduce", "all-gather")}
+        for case, one, other in zip(cases, actual, expected, strict=True):
+            print(order, axes, *case)  # the last is the one that fails
+            assert_shards(one, other)
 
 
-@pytest.mark.jax_processes(2, devices=4, environment=HOSTS)
-def test_all_forms_as_by_the_lowering():
+def all_forms_as_by_the_lowering():
     """Groups that lie on hosts one after the other, by turns, and in no order, in which what is moved stays XLA's."""
     from hook import FORMS, by_hook_alone
 
@@ -157,8 +162,7 @@ def test_training_steps():
         jax.tree.map(assert_shards, each, actual)
 
 
-@pytest.mark.jax_processes(2, devices=4, environment=HOSTS)
-def test_one_rank_on_each_host_stays_xlas(caplog):
+def one_rank_on_each_host_stays_xlas(caplog):
     from jax_ring import override_lax
 
     caplog.set_level(logging.INFO, "jax_ring")
@@ -172,3 +176,13 @@ def test_one_rank_on_each_host_stays_xlas(caplog):
     assert "is left to XLA: the ranks of a group are on 2 hosts, one rank on each" in caplog.text
     for shard in actual.addressable_shards:
         np.testing.assert_array_equal(shard.data, values.max(0)[shard.index])
+
+
+@pytest.mark.jax_processes(2, devices=4, environment=HOSTS)
+def test_two_hosts(caplog):
+    from jax_ring.lowering.hierarchical import all_reduce
+
+    all_reduce.PART_BYTES = 1 << 14
+    bits_of_ring_psum()
+    all_forms_as_by_the_lowering()
+    one_rank_on_each_host_stays_xlas(caplog)
