@@ -90,10 +90,10 @@ def functions():
 
 
 class Case(NamedTuple):
-    """A function, and its operand, with a row for each of these ranks."""
+    """The functions of a program, and their operand, with a row for each of these ranks."""
 
     name: str
-    function: Callable
+    functions: dict[str, Callable]
     operand: np.ndarray
     ranks: Sequence[int] = range(RANKS)
     check_vma: bool = False
@@ -104,30 +104,34 @@ def cases():
 
     for dtype, counts in {"float32": (5, 4099, 300_001), "bfloat16": (4099,)}.items():
         for count in counts:
-            x = values(count, dtype)
-            for name, fun in functions().items():
-                if count > 5000 and name not in ("psum", "psum, ring order", "all_gather"):
-                    continue
-                if name in EXCHANGES and dtype == "float32":
-                    continue  # once is enough for what is only moved
-                yield Case(f"{name} of {dtype}[{count}]", fun, x)
+            chosen = functions()
+            if dtype == "float32":  # once is enough for what is only moved
+                chosen = {name: function for name, function in chosen.items() if name not in EXCHANGES}
+            if count > 5000:
+                chosen = {name: chosen[name] for name in ("psum", "psum, ring order", "all_gather")}
+            yield Case(f"{dtype}[{count}]", chosen, values(count, dtype))
     # Sub-meshes: of one process, of some ranks of each process, and of a subset of the processes.
     halves = {"first half": range(4), "first and last": (0, 1, 6, 7)}
     for name, ranks in {"first": range(2), "every other": range(0, RANKS, 2), **halves}.items():
         x = values(77, "float32")[: len(ranks)]
-        yield Case(f"{name} ranks", lambda x: ring_psum(x, "i"), x, ranks, check_vma=True)
+        yield Case(f"{name} ranks", {"psum": lambda x: ring_psum(x, "i")}, x, ranks, check_vma=True)
 
 
 def digests(cases: Iterable[Case], devices: Sequence) -> dict[str, str]:
     """Digests of the rows that this process holds of the results, with the ranks on these devices."""
     found = {}
-    for name, function, operand, ranks, check_vma in cases:
+    for case, functions, operand, ranks, check_vma in cases:
         mesh = Mesh([devices[rank] for rank in ranks], ("i",))
         if jax.process_index() not in {device.process_index for device in mesh.devices.flat}:
             continue
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
-        for row, result in rows(jax.jit(mapped)(put(mesh, operand))).items():
-            found[f"{name}, {row}"] = hashlib.md5(result.tobytes()).hexdigest()
+
+        def results(x, functions=functions):
+            return {name: function(x) for name, function in functions.items()}
+
+        mapped = jax.shard_map(results, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
+        for name, result in jax.jit(mapped)(put(mesh, operand)).items():
+            for row, value in rows(result).items():
+                found[f"{name} of {case}, {row}"] = hashlib.md5(value.tobytes()).hexdigest()
     return found
 
 
