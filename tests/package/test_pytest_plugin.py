@@ -85,11 +85,11 @@ def test_sum(factor, scale, tmp_path, monkeypatch):
     assert jax.config.jax_enable_x64
     assert factor * scale * total() == 150.0
 
-@pytest.mark.jax_processes(2)
+@pytest.mark.jax_processes(1)
 def test_skipped():
     pytest.skip("not today")
 
-@pytest.mark.jax_processes(2)
+@pytest.mark.jax_processes(1)
 @pytest.mark.xfail(raises=None)
 def test_expected_to_fail():
     raise ValueError
@@ -189,7 +189,7 @@ def test_starting():
 def test_faults(run_tests):
     status, output = run_tests(
         """
-@pytest.mark.jax_processes(3, faults=[kill(1, at="step 2")])
+@pytest.mark.jax_processes(2, faults=[kill(1, at="step 2")])
 def test_killed():
     with pytest.raises(Exception, match=r"[Pp]rocess 1"):
         for step in range(4):
@@ -197,7 +197,7 @@ def test_killed():
             total()
     assert step == 2
 
-@pytest.mark.jax_processes(2, faults=[kill(0, at="another point")])
+@pytest.mark.jax_processes(1, faults=[kill(0, at="another point")])
 def test_not_reached():
     fault_point("a point")
 """
@@ -246,8 +246,8 @@ def test_served(processes):
     status, output = run_tests(tests, "--jax-ring-override")
     assert status == 0, output
     assert "2 passed" in output
-    status, output = run_tests(tests)
-    assert "2 failed" in output
+    status, output = run_tests(tests, "-k", "not 2")
+    assert "1 failed" in output
 
 
 def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
