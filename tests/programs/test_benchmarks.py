@@ -154,21 +154,14 @@ def test_processes(tmp_path):
         assert row["xla_bytes"] <= 4 * row["bytes"]
 
 
-def test_processes_without_a_peer():
-    text = run(
-        *("processes.py", "-b", "4", "-e", "4", "-n", "1", "-w", "1", "--rounds", "1", "--layout", "2x1"),
-        *("--impl", "ring_psum", "--loop-seconds", "0.001"),
-    )
-    assert "# ring_psum is served by jax_ring (shared memory, 2 processes)" in text
-    assert "# time / ring_psum's" not in text
-
-
-def test_processes_with_another_mpi(tmp_path):
+def test_processes_without_a_peer(tmp_path):
     """An environment without an MPI is left out, and named."""
     text = run(
         *("processes.py", "-b", "4", "-e", "4", "-n", "1", "-w", "1", "--rounds", "1", "--layout", "2x1"),
         *("--impl", "ring_psum", "--mpi", str(tmp_path), "--loop-seconds", "0.001"),
     )
+    assert "# ring_psum is served by jax_ring (shared memory, 2 processes)" in text
+    assert "# time / ring_psum's" not in text
     assert f"# mpi4jax:{tmp_path}: left out: there is no {tmp_path / 'bin' / 'mpirun'}" in text
 
 
