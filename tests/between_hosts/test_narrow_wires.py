@@ -109,27 +109,3 @@ def test_two_hosts():
     for part in (bits_of_one_piece, what_the_program_needs_otherwise):
         part()
         print(f"{part.__name__} passed")
-
-
-@pytest.mark.jax_processes(3, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "abc"])
-def test_three_hosts():
-    cut_small_parts()
-    mesh = Mesh(np.array(jax.devices()), ("i",))
-    for wire in (jnp.bfloat16, np.float16):
-        check_wire(mesh, 3, LARGE + 77, wire, mean=False)
-
-
-@pytest.mark.jax_processes(4, devices=2, environment=[host for host in TWO_HOSTS for _ in range(2)])
-def test_two_hosts_of_two_processes():
-    """Steps between processes convert nothing, so that XLA does."""
-    cut_small_parts()
-    mesh = Mesh(np.array(jax.devices()), ("i",))
-    values = gradients(8, LARGE)
-    fun, arrays = on_mesh(
-        lambda x: sync_gradients(x[0], "i", wire=jnp.bfloat16, mean=False), mesh, values, out_specs=P()
-    )
-    with np.errstate(over="ignore", invalid="ignore"):
-        sent = values.astype(jnp.bfloat16).astype(np.float32)
-        expected = (rank_fold(sent[:4]) + rank_fold(sent[4:])).astype(jnp.bfloat16).astype(np.float32)
-    for part in local_shards(fun(arrays)):
-        assert_same_bits(part, expected)

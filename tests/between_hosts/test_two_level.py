@@ -15,11 +15,9 @@ from jax_ring import (
     _compat,
     explain,
     override_lax,
-    ring_all_gather,
     ring_pmax,
     ring_pmean,
     ring_pmin,
-    ring_ppermute,
     ring_psum,
     ring_psum_scatter,
 )
@@ -355,43 +353,3 @@ def test_two_hosts_transformations_every_dtype_and_large_messages():
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
-
-
-@pytest.mark.jax_processes(4, devices=2, environment=[host for host in TWO_HOSTS for _ in range(2)])
-def test_two_hosts_of_two_processes():
-    """The ranks of a host are in two processes, with an algorithm to choose between them."""
-    cut_small_parts()
-    mesh = Mesh(np.array(jax.devices()), ("i",))
-    large = integers(8, 6 * all_reduce.PART_BYTES // 4 + 3)
-    for dtype in (large.dtype, jnp.float16):
-        fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, large.astype(dtype), out_specs=P())
-        for _ in range(2):
-            assert_local_shards(fun(arrays), large.sum(0).astype(dtype)[None])
-    values = integers(8, 5)
-    for order in ("rank", "tree"):
-        fun, arrays = on_mesh(lambda x, order=order: ring_psum(x, "i", order=order), mesh, values, out_specs=P())
-        assert {call.served_by for call in explain(fun, arrays).collectives} == {ON_TWO_HOSTS}
-        assert_local_shards(fun(arrays), values.sum(0)[None])
-
-    def moved(x):
-        return ring_ppermute(ring_all_gather(x[0], "i"), "i", [(0, 7), (2, 3), (3, 4), (5, 6)])
-
-    fun, arrays = on_mesh(lambda x: moved(x)[None], mesh, values, check_vma=False)
-    assert explain(fun, arrays).collectives[0].served_by == ON_TWO_HOSTS
-    received = np.where(np.isin(np.arange(8), [7, 3, 4, 6]).reshape(8, 1, 1), values, 0)
-    own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
-    assert_same_bits(local_shards(fun(arrays))[:, 0], received[own])
-
-
-@pytest.mark.jax_processes(3, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "abc"])
-def test_three_hosts():
-    """Large sums of small floats are added in the order of the hosts, and rounded once. Shards are padded."""
-    mesh = Mesh(np.array(jax.devices()), ("i",))
-    values = RNG.standard_normal((6, 3 * all_reduce.PART_BYTES // 4 + 1)).astype(jnp.bfloat16)
-    of_hosts = [rank_fold(values[2 * host : 2 * host + 2].astype(np.float32)) for host in range(3)]
-    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, values, out_specs=P())
-    found = explain(fun, arrays)
-    assert [i.name for i in found.instructions].count("all-to-all") == 6
-    assert found.predicted_bytes == found.counted_bytes
-    for _ in range(2):
-        assert_local_shards(fun(arrays), rank_fold(np.stack(of_hosts)).astype(jnp.bfloat16)[None])

@@ -92,7 +92,7 @@ FULL = [
     "multiprocess/test_leaving.py::test_(threads|leaving_processes)",
     "multiprocess/test_tree.py::(?!test_one_process)",
     "multiprocess/test_shared_memory.py::test_(all_hear|memory_grows)",
-    "between_hosts/test_(narrow_wires|int8_across_hosts)",
+    "between_hosts/test_(narrow_wires|int8_across_hosts|more_hosts)",
     "between_hosts/test_two_level.py::(?!test_two_hosts$)",
     "between_hosts/test_between_hosts_family.py",
     "between_hosts/test_between_hosts.py::test_(xla_gets|a_host_that_does_not)",
@@ -154,10 +154,9 @@ ONE_PAIR = [
     r"collectives/test_options.py::test_ring_order\[",
     "collectives/test_dtypes.py::test_the_fold",
     "multiprocess/test_(soak|tree|shared_memory|flight_of_processes|harness|failures).py",
-    "between_hosts/test_(int8_across_hosts|two_level|parts_across_hosts).py",
+    "between_hosts/test_(int8_across_hosts|two_level|more_hosts|parts_across_hosts).py",
     # Two hosts ask XLA for each of its steps. More hosts or processes only change the tables of the same steps.
-    "between_hosts/test_(narrow_wires|between_hosts_family).py::(?!test_two_hosts)",
-    "between_hosts/test_narrow_wires.py::test_two_hosts_of_two_processes",
+    "between_hosts/test_between_hosts_family.py::(?!test_two_hosts)",
     # One reason stands for all: a process publishes text in JAX's service.
     r"multiprocess/test_gpu_lowering.py::test_all_processes_fall_back_for_the_same_reason\[(?!one GPU)",
     # Two processes on this host cover it.
