@@ -132,6 +132,7 @@ class Process {
     participant.outputs = {&rank.output};
     participant.done = [this, index, number](const CallFailure* error) { complete(index, number, error); };
     const WaitingRankPtr waiting = program_.waits ? offer_to_wait(participant) : nullptr;
+    if (waiting != nullptr) participant.waiting = &waiting;
     RendezvousPtr rendezvous = map_.arrive(kRun, index, std::move(participant));
     const bool moves = waiting != nullptr && waiting->moves();
     if (moves) wait_on_pool(waiting, index, number);
@@ -151,7 +152,6 @@ class Process {
     if (waiting == nullptr || !waiting->is_free()) waiting = kept(std::make_shared<WaitingRank>());
     waiting->skip();
     kept_waiting = waiting;
-    participant.waiting = waiting;
     participant.thread = {CompletionThreads::may_wait(), is_of_pool, program_.pool != Pool::none};
     return waiting;
   }

@@ -7,7 +7,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "attributes/xla_error.h"
@@ -22,33 +21,15 @@
 #include "shm/group/communicators.h"
 #include "xla_cpu/call_site.h"
 #include "xla_cpu/decode.h"
+#include "xla_cpu/future.h"
 
 namespace jax_ring::cpu {
 namespace {
 
 namespace ffi = xla::ffi;
 
-// The return value of a call that is done already: it saves the runtime the objects of a future.
-struct Done {};
-using Result = std::variant<Done, ffi::Future>;
-
 // Whether this thread is known to belong to the runtime's pool.
 thread_local bool is_of_pool = false;
-
-}  // namespace
-}  // namespace jax_ring::cpu
-
-template <xla::ffi::ExecutionStage stage>
-struct xla::ffi::ResultEncoding<stage, jax_ring::cpu::Result> {
-  static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
-                                                              jax_ring::cpu::Result result) {
-    if (std::holds_alternative<jax_ring::cpu::Done>(result)) return static_cast<XLA_FFI_Error*>(nullptr);
-    return ResultEncoding<stage, Future>::Encode(api, context, std::get<Future>(std::move(result)));
-  }
-};
-
-namespace jax_ring::cpu {
-namespace {
 
 bool is_one_shot(const CallSite& site, const Message& message, const Thresholds& thresholds) {
   size_t count = 0;
@@ -102,21 +83,14 @@ Identity identity_of(const CallSite& site, int group, int64_t run_id, const Mess
   return {site.number, group, run_id, hash.value(), one_shot};
 }
 
-// The later completion of a call.
-struct Pending {
-  ffi::Promise promise;
-  ffi::Future future{promise};
-};
-
 // A thread's cache from one call to the next, so that a loop of small calls neither allocates memory nor repeats
 // lookups.
 struct Kept {
   Participant participant;
   shm::Call call;
   Identity identity;  // of the last call between processes
-  // Of the last call that was done at once.
-  std::optional<Pending> pending;
-  RendezvousPtr rendezvous;
+  UnusedFuture future;
+  RendezvousPtr rendezvous;  // of the last call that was done at once
   WaitingRankPtr waiting = std::make_shared<WaitingRank>();
 };
 
@@ -142,14 +116,10 @@ void note_bytes(flight::RecordedCall& call, const Message& message) {
 }
 
 // The completion may run on another thread, and the rank's program must compute there as it would have here.
-Completion completion_of(const ffi::Promise& to_complete) {
-  return [promise = to_complete, mode = FloatMode::current()](const CallFailure* failure) mutable {
+Completion completion_of(Future future) {
+  return [future, mode = FloatMode::current()](const CallFailure* failure) {
     const ScopedFloatMode as_before(mode);
-    if (failure == nullptr) {
-      promise.SetAvailable();
-    } else {
-      promise.SetError(error_of(*failure));
-    }
+    future.set(failure);
   };
 }
 
@@ -162,16 +132,16 @@ void offer_to_wait(Kept& kept, const CallSite& site, int group, const ffi::Threa
   if (!kept.waiting->is_free()) kept.waiting = std::make_shared<WaitingRank>();
   kept.waiting->skip();
   Participant& participant = kept.participant;
-  participant.waiting = may_wait(site, group) ? kept.waiting : nullptr;
+  participant.waiting = may_wait(site, group) ? &kept.waiting : nullptr;
   participant.thread = {CompletionThreads::may_wait(), is_of_pool,
                         pool.num_threads() >= site.rendezvous_map.groups().num_local()};
 }
 
 // The rank waits on a pool thread, and goes on there. Terminates the process if there is no memory for the task: by now
 // the others count on this rank.
-void wait_on_pool(ffi::ThreadPool& pool, WaitingRankPtr waiting, const ffi::Promise& to_complete) noexcept {
+void wait_on_pool(ffi::ThreadPool& pool, WaitingRankPtr waiting, Future future) noexcept {
   // Shared, because a std::function must be copyable.
-  auto done = std::make_shared<Completion>(completion_of(to_complete));
+  auto done = std::make_shared<Completion>(completion_of(future));
   pool.Schedule([waiting = std::move(waiting), done = std::move(done), caller = std::this_thread::get_id()] {
     // A pool with a full queue runs a task at once, on the scheduling thread. The rank is then completed.
     if (std::this_thread::get_id() == caller) return;
@@ -189,10 +159,14 @@ void run_within_process(const CallSite& site, RendezvousPtr rendezvous, const Me
   run_collective(std::move(rendezvous), message, workers);
 }
 
-Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
+Result execute(Api api, CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::U32> partition,
                ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary /*seen by instantiate*/) {
   thread_local Kept kept;
-  Pending pending = kept.pending ? *std::exchange(kept.pending, std::nullopt) : Pending();
+  const Future future = kept.future.take_or_create(api.functions);
+  const auto done_at_once = [&] {
+    kept.future.keep(future);
+    return Result{};
+  };
   try {
     const ReplicaGroups& groups = site->rendezvous_map.groups();
     const int group = groups.place(*partition.typed_data()).group;
@@ -213,7 +187,7 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
     }
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
-    participant.done = completion_of(pending.promise);
+    participant.done = completion_of(future);
     offer_to_wait(kept, *site, group, pool);
     const bool is_alone = groups.num_local(group) == 1;
     auto& map = site->rendezvous_map;
@@ -222,47 +196,44 @@ Result execute(CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ffi::Buffer
                                         : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (!site->groups[group].has_value()) {
       const bool moves = kept.waiting->moves();
-      if (moves) wait_on_pool(pool, std::exchange(kept.waiting, std::make_shared<WaitingRank>()), pending.promise);
+      if (moves) wait_on_pool(pool, std::exchange(kept.waiting, std::make_shared<WaitingRank>()), future);
       if (rendezvous != nullptr) run_within_process(*site, std::move(rendezvous), message, pool, rets);
-      if (moves || !kept.waiting->wait()) return std::move(pending.future);
-      kept.pending = std::move(pending);
-      return Done{};
+      return moves || !kept.waiting->wait() ? Result{future.get()} : done_at_once();
     }
-    if (rendezvous == nullptr) return std::move(pending.future);
+    if (rendezvous == nullptr) return {future.get()};
     rendezvous = run_between_processes(*site, std::move(rendezvous), kept);
-    if (rendezvous == nullptr) return std::move(pending.future);
+    if (rendezvous == nullptr) return {future.get()};
     if (is_alone) {
       rendezvous->clear();
       kept.rendezvous = std::move(rendezvous);
-      kept.pending = std::move(pending);
-      return Done{};
+      return done_at_once();
     }
     CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::invalid_argument& error) {
-    pending.promise.SetError(new_error(ErrorCode::invalid_argument, *site->text + ": " + error.what()));
+    future.set_error(new_error(ErrorCode::invalid_argument, *site->text + ": " + error.what()));
   } catch (const std::exception& error) {
-    pending.promise.SetError(new_error(ErrorCode::internal, error.what()));
+    future.set_error(new_error(ErrorCode::internal, error.what()));
   }
-  return std::move(pending.future);
+  return {future.get()};
 }
 
-ffi::Future execute_barrier(CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U32> partition,
-                            ffi::RemainingArgs /*awaited*/, ffi::Dictionary /*seen by instantiate_barrier*/) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
+Result execute_barrier(Api api, CallSite* site, ffi::RunId run, ffi::BufferR0<ffi::U32> partition,
+                       ffi::RemainingArgs /*awaited*/, ffi::Dictionary /*seen by instantiate_barrier*/) {
+  const Future future = Future::create(api.functions);
   try {
     Participant participant;
-    participant.done = completion_of(promise);
+    participant.done = completion_of(future);
     auto rendezvous = site->rendezvous_map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
     if (rendezvous != nullptr) CompletionThreads::instance().complete(std::move(rendezvous));
   } catch (const std::exception& error) {
-    promise.SetError(new_error(ErrorCode::internal, error.what()));
+    future.set_error(new_error(ErrorCode::internal, error.what()));
   }
-  return future;
+  return {future.get()};
 }
 
 XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
                        ffi::Ffi::Bind()
+                           .Ctx<Api>()
                            .Ctx<ffi::State<CallSite>>()
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
@@ -273,6 +244,7 @@ XLA_FFI_DEFINE_HANDLER(execute_handler, execute,
 
 XLA_FFI_DEFINE_HANDLER(execute_barrier_handler, execute_barrier,
                        ffi::Ffi::Bind()
+                           .Ctx<Api>()
                            .Ctx<ffi::State<CallSite>>()
                            .Ctx<ffi::RunId>()
                            .Arg<ffi::BufferR0<ffi::U32>>()

@@ -70,8 +70,7 @@ void CompletionThreads::start_locked() {
 }
 
 void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error) {
-  const Clock::time_point now = Clock::now();
-  rendezvous->entry.end(error ? flight::State::failed : flight::State::done, nanoseconds(now));
+  rendezvous->entry.end(error ? flight::State::failed : flight::State::done, nanoseconds(Clock::now()));
   const bool any_waited = !error && release_waiting(*rendezvous);
   const std::vector<Completion>& done = rendezvous->done;
   const auto num_completions =
@@ -84,7 +83,6 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error)
   pending.rendezvous = std::move(rendezvous);
   pending.error = std::move(error);
   pending_.splice(pending_.end(), free_, std::prev(free_.end()));
-  pending.last_start = now;
   pending.find_next();
   // A completion that gets here is about to return, unless its rank has waited. Then this thread picks up the entry
   // next.
@@ -92,8 +90,9 @@ void CompletionThreads::complete(RendezvousPtr rendezvous, CallFailurePtr error)
   // Checking every kStragglerDelay takes a tenth of a core per process. A single rank does without.
   pending.is_watched = num_completions > 1 || !has_worker;
   if (!pending.is_watched) return;
-  last_use_ = pending.last_start;
+  used_ = true;
   if (watcher_asleep_) {
+    pending.next_at_look = pending.next;  // the watcher's next look is a whole kStragglerDelay away
     watcher_asleep_ = false;
     watcher_wake_.notify_one();
   }
@@ -121,7 +120,6 @@ void CompletionThreads::run_completions(Pending& pending, std::unique_lock<Mutex
   while (!pending.all_started()) {
     const int rank = pending.next++;
     pending.find_next();
-    pending.last_start = Clock::now();
     holds_completions = !pending.all_started();
     lock.unlock();
     run_completion(*pending.rendezvous, rank, pending.error.get());
@@ -145,7 +143,7 @@ void CompletionThreads::work() {
       if (found == pending_.end()) break;
       run_completions(*found, lock);
       if (found->num_threads > 0) continue;
-      if (found->is_watched) last_use_ = Clock::now();
+      used_ |= found->is_watched;
       *found = Pending();  // returns the rendezvous to its pool
       free_.splice(free_.end(), pending_, found);
     }
@@ -158,13 +156,16 @@ void CompletionThreads::watch_stragglers() {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default slack is half of kStragglerDelay
 #endif
   std::unique_lock<Mutex> lock(mutex_);
+  Clock::time_point last_use = Clock::now();
   for (;;) {
     watcher_wake_.wait_for(lock, kStragglerDelay);
     const Clock::time_point now = Clock::now();
+    if (std::exchange(used_, false)) last_use = now;
     for (Pending& pending : pending_) {
       if (pending.all_started()) continue;
       if (!pending.fan_out) {
-        if (now - pending.last_start < kStragglerDelay) continue;
+        // Each start of a completion would take a read of the clock.
+        if (std::exchange(pending.next_at_look, pending.next) != pending.next) continue;
         pending.missing_threads = pending.rendezvous->num_ranks() - pending.next;
       }
       // Threads that cannot start now may start at the next check.
@@ -175,7 +176,7 @@ void CompletionThreads::watch_stragglers() {
     }
     const bool all_started =
         std::all_of(pending_.begin(), pending_.end(), [](const Pending& pending) { return pending.all_started(); });
-    if (all_started && now - last_use_ > kWatcherIdleTime) {
+    if (all_started && now - last_use > kWatcherIdleTime) {
       watcher_asleep_ = true;
       watcher_wake_.wait(lock, [this] { return !watcher_asleep_; });
     }

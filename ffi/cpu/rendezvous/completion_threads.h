@@ -42,12 +42,12 @@ class CompletionThreads {
   struct Pending {
     RendezvousPtr rendezvous;
     CallFailurePtr error;
-    int next = 0;                  // rank whose completion runs next
-    int num_threads = 0;           // threads that are running completions of this rendezvous
-    bool is_watched = false;       // whether some completions may wait for a slow one
-    bool fan_out = false;          // a completion is slow: any thread may take the next rank
-    int missing_threads = 0;       // still needed by fan_out
-    Clock::time_point last_start;  // when the latest completion started
+    int next = 0;             // rank whose completion runs next
+    int num_threads = 0;      // threads that are running completions of this rendezvous
+    bool is_watched = false;  // whether some completions may wait for a slow one
+    bool fan_out = false;     // a completion is slow: any thread may take the next rank
+    int missing_threads = 0;  // still needed by fan_out
+    int next_at_look = -1;    // `next` when the watcher looked last
 
     bool all_started() const { return next == rendezvous->num_ranks(); }
     // Skips ranks without a completion: they are in other processes.
@@ -72,7 +72,7 @@ class CompletionThreads {
   bool worker_started_ = false;
   bool watcher_started_ = false;
   bool watcher_asleep_ = false;
-  Clock::time_point last_use_;  // of a watched rendezvous
+  bool used_ = false;  // by a watched rendezvous, since the watcher looked last
   ConditionVariable watcher_wake_;
 };
 

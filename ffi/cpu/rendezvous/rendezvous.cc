@@ -185,8 +185,8 @@ void RendezvousMap::add(Rendezvous& rendezvous, ReplicaGroups::Place place, Part
   ++rendezvous.num_arrived;
   if (participant.waiting != nullptr) {
     if (const auto terms = policies_[place.group].terms(rendezvous.how_to_wait, participant.thread)) {
-      participant.waiting->start(*terms);
-      rendezvous.waiting[place.rank] = std::move(participant.waiting);
+      (*participant.waiting)->start(*terms);
+      rendezvous.waiting[place.rank] = *participant.waiting;
     }
   }
   if (rendezvous.entry) record_arrival(rendezvous, place.rank, groups_.num_local(place.group));

@@ -29,9 +29,9 @@ inline int64_t nanoseconds(Clock::time_point time) {
 // One rank's contribution to a call: operands, results, and the completion.
 struct Participant {
   std::vector<const void*> inputs;
-  std::vector<void*> outputs;  // one per input
-  Completion done;             // not empty
-  WaitingRankPtr waiting;      // null: it does not wait
+  std::vector<void*> outputs;               // one per input
+  Completion done;                          // not empty
+  const WaitingRankPtr* waiting = nullptr;  // null: it does not wait
   CallingThread thread;
 };
 
@@ -127,9 +127,9 @@ class RendezvousMap {
   }
 
   // Adds the participant to its rendezvous. Returns the rendezvous if this was the last rank of this process to arrive,
-  // else null. The caller then owns the rendezvous and must complete every participant. Moves only `done` and, if the
-  // rank is to wait, `waiting`. The participant's vectors stay with the caller for its next call. Throws
-  // std::invalid_argument if the participant has a different number of operands from earlier ones.
+  // else null. The caller then owns the rendezvous and must complete every participant. Moves only `done`: the
+  // participant's vectors stay with the caller for its next call. Throws std::invalid_argument if the participant has a
+  // different number of operands from earlier ones.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
   // The same for a group's only rank in this process: the rendezvous is complete at once. used: a cleared rendezvous,

@@ -137,7 +137,8 @@ bool call_waits(RendezvousMap& map, int64_t run_id, int num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     Participant participant;
     participant.done = [](const CallFailure*) {};
-    participant.waiting = std::make_shared<WaitingRank>();
+    const auto waiting = std::make_shared<WaitingRank>();
+    participant.waiting = &waiting;
     complete = map.arrive(run_id, rank, std::move(participant));
   }
   int num_waiting = 0;
@@ -288,7 +289,7 @@ struct Rank {
     participant.inputs = {input.data()};
     participant.outputs = {output.data()};
     participant.done = outcome.completion();
-    participant.waiting = waiting;
+    participant.waiting = &waiting;
     NoWorkers workers;
     RendezvousPtr rendezvous = map.arrive(run_id, index, std::move(participant));
     if (rendezvous != nullptr) run_collective(std::move(rendezvous), message, workers);
