@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from jax_ring.inspect.explanation import Collective, Explanation, explain
     from jax_ring.inspect.flight_recorder import FlightRecord, RecordedCall, flight_recorder
     from jax_ring.inspect.statistics import CallStatistics, Late, Statistics, statistics
+    from jax_ring.progress.steps import watch
 
 _install()
 
@@ -110,6 +111,7 @@ __all__ = [
     "sync_gradients",
     "sync_with_feedback",
     "value_and_grad",
+    "watch",
     "weighted_pmean",
     "zero",
 ]
@@ -126,6 +128,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for a public one
         # Programs that communicate need none of these to start, and they would take half as long again to import.
         if name in ("elastic", "inspect", "zero"):
             return importlib.import_module(f"{__name__}.{name}")
+        if name == "watch":
+            return importlib.import_module(f"{__name__}.progress.steps").watch
         if name in __all__:
             return getattr(importlib.import_module(f"{__name__}.inspect"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import pathlib
 import re
@@ -30,11 +31,14 @@ if jax.__version_info__ < OLDEST_JAX:
     )
 
 try:
+    from jax._src import api as _api
+    from jax._src import callback as _callback
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
+    from jax._src.interpreters import pxla as _pxla
     from jax._src.interpreters.pxla import axis_groups as axis_groups
     from jax._src.lax import parallel as _parallel
     from jax._src.shard_map import shard_map_p as shard_map_p
@@ -61,6 +65,10 @@ try:
     _to_xla = _xla_client._xla.mlir.mlir_module_to_xla_computation
     _extend_axis_env = _core.extend_axis_env_nd
     _trace_state_clean = _core.trace_state_clean
+    _after_launches = _api._post_hook_state
+    _check_for_nans = _api._nan_check_posthook
+    _launch = _pxla.ExecuteReplicated.__call__
+    _PjitFunction = type(jax.jit(len))
     _backends_are_initialized = _xla_bridge.backends_are_initialized
     _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
     _visible_gpus = _xla_bridge.CUDA_VISIBLE_DEVICES
@@ -454,6 +462,46 @@ def stream_of(lowering_context) -> str:
 
 def is_tracing() -> bool:
     return not _trace_state_clean()
+
+
+def is_one_program(function: Callable) -> bool:
+    """Whether a call of a function outside of others is one execution of one program."""
+    return isinstance(function, _PjitFunction | jax.stages.Compiled)
+
+
+def call_with_launches(begin: Callable[[], T], end: Callable[[T | None, object], None]) -> None:
+    """Calls functions around launches of programs.
+
+    begin: before the first launch of a program. Later ones are JAX's native code.
+    end: (what begin returned, or None; the results) after each launch of a jitted function that no other one calls,
+      and after a launch that has raised an exception, without results.
+    """
+
+    @functools.wraps(_launch)
+    def launch_and_call(self, *args):
+        begun, results = begin(), ()
+        try:
+            results = _launch(self, *args)
+            return results
+        finally:
+            end(begun, results)
+
+    def after_launch(function, args, kwargs, results) -> None:
+        end(None, results)
+        if _config.debug_nans.value or _config.debug_infs.value:  # what JAX has the hook for
+            _check_for_nans(function, args, kwargs, results)
+
+    _pxla.ExecuteReplicated.__call__ = launch_and_call  # type: ignore[method-assign]
+    _after_launches.set_global(after_launch)
+
+
+# The function of JAX in which Python is while a program is launched for the first time.
+LAUNCH_CODE = inspect.unwrap(_launch).__code__
+
+
+def is_callback(code: types.CodeType) -> bool:
+    """Whether a function is that by which JAX's programs call Python."""
+    return code.co_filename == _callback.__file__
 
 
 def has_backend() -> bool:

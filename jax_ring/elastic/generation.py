@@ -17,6 +17,7 @@ from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.protocol import Control, Member
+from jax_ring.progress import notes
 
 logger = logging.getLogger("jax_ring")
 
@@ -95,6 +96,7 @@ def leave(how: runtime.Departure) -> None:
     backends = _compat.backends_alive()
     exit_notice.abort(how)
     runtime.detach_processes()
+    notes.leave()
     discovery.forget()
     _compat.detach_runtime()
     gc.collect()
@@ -121,4 +123,5 @@ def enter(
             member = control.next_generation(member.generation, "it is a spare")
     _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
     discovery.publish()
+    notes.enter(member.generation)
     return Generation(member.generation, control)

@@ -25,6 +25,8 @@ class Options:
       failure_grace: for them after another has failed.
       leave_timeout: for members of an elastic job to leave a generation after the first.
       log_dir: for a file of output per process, if given.
+      watch: for a step, or an execution of a program that is not edited; None without.
+      on_stuck: what to do after that, if given: "report", or "end" the job as well.
       nnodes: the number of hosts.
       node_rank: this host's index.
       coordinator: host:port where host 0's launcher listens to the others.
@@ -43,6 +45,8 @@ class Options:
     failure_grace: float = 1.0
     leave_timeout: float = 5.0
     log_dir: pathlib.Path | None = None
+    watch: float | None = None
+    on_stuck: str | None = None
     nnodes: int = 1
     node_rank: int = 0
     coordinator: tuple[str, int] = ("127.0.0.1", 0)
@@ -85,6 +89,16 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     parser.add_argument(
         "--log-dir", type=pathlib.Path, metavar="FOLDER", help="also write each process's output to files in FOLDER"
     )
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS",
+        help="report which processes are stuck, and where, when a program that one has launched has not completed "
+        "after SECONDS; steps of jax_ring.watch, where the script has it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--on-stuck", choices=("report", "end"),
+        help="what to do then: report alone, or end the job as a failure, from which --max-restarts and elastic jobs "
+        "go on (default: report, or what the script gives jax_ring.watch)",
+    )  # fmt: skip
     parser.add_argument("--nnodes", type=int, default=1, metavar="COUNT", help="number of hosts (default: %(default)s)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="INDEX", help="index of this host, from 0")
     parser.add_argument(
@@ -106,10 +120,12 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     for flag in ("grace", "failure_grace", "leave_timeout", "backoff", "node_timeout"):
         if not getattr(given, flag) >= 0:
             parser.error(f"--{flag.replace('_', '-')} must be a number of seconds, got {getattr(given, flag)}")
+    if given.watch is not None and not given.watch > 0:
+        parser.error(f"--watch must be a positive number of seconds, got {given.watch}")
     _check_program(parser, given.script, given.module)
     as_given = (
-        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "nnodes",
-        "node_rank", "node_timeout",
+        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
+        "on_stuck", "nnodes", "node_rank", "node_timeout",
     )  # fmt: skip
     return Options(
         command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,

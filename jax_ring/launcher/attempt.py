@@ -3,6 +3,7 @@
 import asyncio
 import pathlib
 import signal
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_ring.launcher import environment, events, protocol
@@ -10,6 +11,8 @@ from jax_ring.launcher.elastic.supervisor import Elastic
 from jax_ring.launcher.failures import Failure, Failures, from_report, from_status
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
+from jax_ring.launcher.watching.page import Page
+from jax_ring.launcher.watching.watcher import Watcher
 
 # After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
@@ -62,11 +65,14 @@ class Attempt:
         self._processes: dict[int, Process] = {}  # by the launcher's number
         self._failures = Failures()
         self._elastic: Elastic | None = None
+        self._watcher = Watcher(shared, self._processes)
         self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
         self._forget_events()
+        watching = asyncio.create_task(self._watcher.run())
+        watching.add_done_callback(self._unwatched)
         try:
             for index, slot in enumerate(self._plan.slots):
                 rank = self._plan.first + index
@@ -78,6 +84,7 @@ class Attempt:
                     return await self._terminate(signal.SIGTERM, self._options.failure_grace, str(failure))
             return await self._supervise()
         finally:
+            watching.cancel()
             for timer in self._timers:
                 timer.cancel()
             for process in self._processes.values():
@@ -86,6 +93,10 @@ class Attempt:
                 self._elastic.close()
             _remove_memory(protocol.memory_prefix(self._shared.server.name))
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
+
+    def _unwatched(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(f"the processes are no longer watched: {error!r}")
 
     def reap(self) -> None:
         """Finds exited processes, after SIGCHLD."""
@@ -102,13 +113,19 @@ class Attempt:
                 queue.put_nowait(event)
 
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
-        process = Process(next(self._shared.numbers), slot, rank)
+        # One that joins is no member yet.
+        process = Process(next(self._shared.numbers), slot, rank, Page.new(-1 if joins else 0))
         member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
         variables = environment.variables(
             member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
             socket_name=self._shared.server.name, kept=self._shared.kept, joins=joins,
+            page=process.page.file, watches=self._options.watch is not None,
         )  # fmt: skip
-        process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
+        try:
+            process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
+        except OSError:
+            process.page.close()
+            raise
         self._processes[process.number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
         process.copy_output(self._shared.output, label, self._shared.logs.of(self._plan.restart, rank))
@@ -140,6 +157,8 @@ class Attempt:
                     self._elastic.replace(slot, rank)
                 case events.Tick() if self._elastic is not None:
                     self._elastic.ticked()
+                case events.Stuck(blamed, waiting):
+                    reason = self._stuck(blamed, waiting)
                 case events.RemoteFailed(node, failure):
                     reason = self._failed((node, failure.rank), failure)
             if reason is None and self._elastic is not None:
@@ -218,9 +237,25 @@ class Attempt:
         assert failure is not None
         return self._failed(number, failure, waited)
 
+    def _stuck(self, blamed: dict[int, str], waiting: Sequence[int]) -> str | None:
+        processes = [process for number in blamed if (process := self._processes[number]).status is None]
+        reasons = []
+        for process in processes:
+            failure = Failure(process.name, process.rank, blamed[process.number])
+            if self._elastic is None:
+                reasons.append(self._failed(process.number, failure))
+            else:
+                self._failures.add(process.number, failure)
+        if self._elastic is not None:
+            self._elastic.end_stuck(processes, waiting)
+        return next(filter(None, reasons), None)
+
     def _asked(self, process: Process | None, message: dict, answer) -> None:
         if process is None:
             answer({"error": "this process belongs to an attempt that has ended"})
+            return
+        if message.get("do") == "next_question":
+            self._watcher.asked(process, message, answer)
             return
         if message.get("do") == "report":
             failure = from_report(process.name, process.rank, message)

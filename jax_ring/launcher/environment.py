@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.watching.page import VARIABLE
 
 
 @contextlib.contextmanager
@@ -34,6 +35,8 @@ def variables(
     number: int,
     socket_name: str,
     kept: Sequence[int],
+    page: int,
+    watches: bool = False,
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
@@ -47,18 +50,24 @@ def variables(
       number: the launcher's number of the process.
       socket_name: of the launcher, for `protocol.Control`.
       kept: the files that all processes inherit for their commits.
+      page: the file in which it notes its steps.
+      watches: whether executions are noted in a program that has no steps.
       joins: whether it takes the place of another process of an elastic job.
       outer: the environment of the launcher.
     """
     result = dict(outer)
-    result.pop(protocol.JOIN_VARIABLE, None)
+    for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE):
+        result.pop(name, None)
     result |= member.variables()
     result |= {
         protocol.CONTROL_VARIABLE: socket_name,
         protocol.PROCESS_VARIABLE: str(number),
         protocol.RESTART_VARIABLE: str(restart),
         protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
+        VARIABLE: str(page),
     }
+    if watches:
+        result[protocol.WATCH_VARIABLE] = "1"
     if joins:
         result[protocol.JOIN_VARIABLE] = "1"
     if (ids := _device_ids(slot, devices, outer)) is not None:

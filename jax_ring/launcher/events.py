@@ -36,6 +36,18 @@ class Replace(NamedTuple):
     rank: int
 
 
+class Stuck(NamedTuple):
+    """Processes no longer go on, and the job is to end.
+
+    Attributes:
+      blamed: what is said of those for which the others wait, by process.
+      waiting: the others that are behind.
+    """
+
+    blamed: dict[int, str]
+    waiting: tuple[int, ...]
+
+
 class RemoteFailed(NamedTuple):
     node: int
     failure: Failure
@@ -73,6 +85,7 @@ Event = (
     | Reminder
     | Tick
     | Replace
+    | Stuck
     | RemoteFailed
     | RemoteChanged
     | RemoteStart

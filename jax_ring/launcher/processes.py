@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO
 
 from jax_ring.launcher.output import Output
+from jax_ring.launcher.watching.page import Page
 
 _PROGRAM = pathlib.Path(__file__).parent / "worker.py"
 
@@ -46,10 +47,11 @@ class Process:
       rank: its first index, or that of the process it replaces, for messages and output.
       status: exit status, or minus its signal; None while it runs.
       copying: tasks that copy its output.
+      page: where it notes its steps.
     """
 
-    def __init__(self, number: int, slot: int, rank: int) -> None:
-        self.number, self.slot, self.rank = number, slot, rank
+    def __init__(self, number: int, slot: int, rank: int, page: Page) -> None:
+        self.number, self.slot, self.rank, self.page = number, slot, rank, page
         self.status: int | None = None
         self.copying: list[asyncio.Task] = []
         self._process: subprocess.Popen | None = None
@@ -65,7 +67,7 @@ class Process:
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if is_module else "script"]
         self._process = subprocess.Popen(
             [*program, *command], env=environment, process_group=0,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=files,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(*files, self.page.file),
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
@@ -99,10 +101,11 @@ class Process:
             os.killpg(self.pid, signum)
 
     def kill(self) -> None:
-        """Kills it and its descendants, and waits for its end."""
+        """Kills it and its descendants, waits for its end, and forgets its steps."""
         self.send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+        self.page.close()
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, if the system tells."""

@@ -19,6 +19,7 @@ JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
+WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
 _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
@@ -156,6 +157,18 @@ class Control:
             finally:
                 self._lock.release()
         return self._change_pending
+
+    def next_question(self, place: list[str] | None) -> None:
+        """Answers the last question, where this process is, and waits for the next.
+
+        place: a `watching.report.Place`; None at first.
+
+        Raises:
+          RuntimeError: if the launcher has ended.
+        """
+        with self._lock:
+            self._send({"do": "next_question", "place": place})
+            self._reply()
 
     @classmethod
     def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:

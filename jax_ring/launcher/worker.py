@@ -88,6 +88,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def watch_process() -> None:
+    """Lets the launcher see where this process is, and what it executes."""
+    if page := load_beside("watching/page.py").Page.of_launcher():
+        page.write_stacks_on_signal()
+    if os.environ.get("JAX_RING_WATCH"):
+        sys.meta_path.insert(
+            0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring.progress.executions").start())
+        )
+
+
 def patch_initialize() -> None:
     """Replaces `jax.distributed.initialize` when the script imports JAX."""
 
@@ -142,6 +152,7 @@ def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
     die_with_parent(int(launcher_pid))
     pid = os.getpid()
     patch_initialize()
+    watch_process()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     try:
         run(kind, *command)

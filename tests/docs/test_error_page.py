@@ -46,7 +46,9 @@ STRINGS_WITHOUT = {  # by their beginnings
         "gather from the", "ring, for ", "start of the call", "a call of an earlier program",
         "ready to connect for", "fails calls at their", "looks for slow completions", "reports failures of GPU calls",
         "waits for the other processes of a group", "gives idle memory back", "keeps Python from launching",
-        "jax_ring.launch: …",
+        "jax_ring.launch: …", "in the device's program", "in a callback of the device's", "ranks that have exited",
+        "or in the launch of", "; has not come to", "; has launched no", "; has completed what", "; its threads do not",
+        "last call of jax_ring", "the last … steps, medians", "…, which XLA serves between hosts, waits",
     ],
     "names, expressions to search with, and what is sent between processes": [
         "python -m jax_ring", "\\b(DEADLINE_EXCEEDED|", "Gloo|", "Gloo |",

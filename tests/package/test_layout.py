@@ -26,6 +26,7 @@ LAYERS = [
     {"lowering"},
     {"collectives", "inspect", "schedule"},
     {"training"},
+    {"progress"},
     {"zero", "elastic", "launch", "__main__", "_install"},
     {"__init__"},
 ]

@@ -50,6 +50,7 @@ class Elastic:
         self._forming: asyncio.Task | None = None
         self._leaving_since: float | None = None
         self._stopped_since: dict[int, float] = {}  # by member, while another process waits to join
+        self._freed: dict[int, float] = {}  # members that a stuck one kept waiting, and when it was killed
         self._formed_at = -math.inf  # when the last generation was formed
         self._refused = ""
         self._ports = contextlib.ExitStack()
@@ -147,6 +148,14 @@ class Elastic:
                 service.end()
                 self._services.remove(entry)
 
+    def end_stuck(self, stuck: Sequence[Process], waiting: Sequence[int]) -> None:
+        """Kills processes that do not go on. Those that wait for them in a call may be unable to leave it."""
+        now = asyncio.get_running_loop().time()
+        self._freed = dict.fromkeys(waiting, now)
+        for process in stuck:
+            self._log(f"{process.name} is stuck; killing it")
+            process.send(signal.SIGKILL)
+
     def replace(self, slot: int, rank: int) -> None:
         self._replacing -= 1
         if self._has_finished or self._refused:
@@ -218,7 +227,7 @@ class Elastic:
 
     def _end_overdue(self, membership: Membership) -> None:
         """Kills members that are stopped or late while others wait."""
-        overdue = []
+        overdue = self._end_those_who_cannot_leave(membership)
         if membership.is_leaving():
             overdue = self._end_those_who_stay(membership)
         else:
@@ -230,6 +239,19 @@ class Elastic:
         if overdue and not self._is_ticking:
             self._is_ticking = True
             self._later(_TICK_SECONDS, events.Tick())
+
+    def _end_those_who_cannot_leave(self, membership: Membership) -> list[int]:
+        """Nobody leaves where all wait in a call of XLA, whose members it does not miss."""
+        now = asyncio.get_running_loop().time()
+        waiting = [number for number in membership.members_left_over() if number in self._freed]
+        for number in waiting:
+            if now - self._freed[number] > self._options.leave_timeout:
+                self._log(
+                    f"{self._processes[number].name} has not left generation {membership.generation} within "
+                    f"{self._options.leave_timeout:g} s (--leave-timeout) of the end of the stuck ones; killing it"
+                )
+                self._processes[number].send(signal.SIGKILL)
+        return waiting
 
     def _end_those_who_stay(self, membership: Membership) -> list[int]:
         loop = asyncio.get_running_loop()
@@ -281,6 +303,7 @@ class Elastic:
         self._formed_at = asyncio.get_running_loop().time()
         membership.form(formation)
         self._told = False
+        self._freed = {}
         ranks = ", ".join(str(self._processes[number].rank) for number in formation.members)
         spares = ", ".join(str(self._processes[number].rank) for number in formation.spares)
         self._log(f"generation {membership.generation}: ranks {ranks}" + (f"; spares: {spares}" if spares else ""))

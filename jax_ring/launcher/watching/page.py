@@ -1,0 +1,198 @@
+"""A page of memory in which a process notes its steps. Its launcher reads it whatever the process does.
+
+The launcher makes it for each process, as an anonymous file. The words are integers of 64 bits, times are nanoseconds
+of the host's monotonic clock. Behind the page the file holds stacks that Python writes on a signal.
+"""
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+
+NAME = "jax_ring_steps"  # names the file
+STACKS_SIGNAL = signal.SIGRTMAX - 7  # one that programs have no use for
+VARIABLE = "JAX_RING_STEPS"  # the file's descriptor, in the process
+RECENT = 112  # steps whose times are kept
+
+STEPS, EXECUTIONS = 1, 2  # what a process counts; 0 for nothing
+_KIND, _LIMIT, _ENDS_JOB, _GENERATION, _BASE, _STARTED, _RETURNED, _COMPLETED, _COMPLETED_AT = range(9)
+_COMPILING_SINCE = 9
+_RECENT_AT, _EACH = 16, 4  # per step: its number, when it was started and completed, and its function
+_NUM_WORDS = 512
+_TEXT_AT = 8 * _NUM_WORDS
+SIZE = 8192
+assert _RECENT_AT + _EACH * RECENT <= _NUM_WORDS
+
+
+class Times(NamedTuple):
+    """When a step was started and completed, in nanoseconds (0 if not yet), and the index of its function."""
+
+    started: int
+    completed: int
+    function: int
+
+
+class Notes(NamedTuple):
+    """What a process has noted.
+
+    Attributes:
+      counts: STEPS, EXECUTIONS or 0.
+      limit: seconds after which it is stuck; 0 if it has none.
+      ends_job: whether the job ends then.
+      generation: of which it is a member; -1 for none.
+      started, returned, completed: numbers of steps in the generation: begun, launched, done.
+      completed_at: when the last one was done, or the generation entered.
+      compiling_since: 0 if it does not trace or compile.
+      recent: the last steps, by number in the generation.
+      names: of the watched functions; `compiling`: what is compiled.
+    """
+
+    counts: int
+    limit: float
+    ends_job: bool
+    generation: int
+    started: int
+    returned: int
+    completed: int
+    completed_at: int
+    compiling_since: int
+    recent: dict[int, Times]
+    names: list[str]
+    compiling: str
+
+
+class Page:
+    """The page of one process. The launcher reads, the process writes."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        os.ftruncate(file, max(SIZE, os.fstat(file).st_size))
+        self._memory = mmap.mmap(file, SIZE)
+        self._words = memoryview(self._memory)[:_TEXT_AT].cast("q")
+        self._texts: dict[str, Any] = {"names": [], "compiling": ""}
+
+    @classmethod
+    def new(cls, generation: int) -> "Page":
+        page = cls(os.memfd_create(NAME))
+        page.enter(generation)
+        return page
+
+    @classmethod
+    def of_launcher(cls) -> "Page | None":
+        """That of this process; None without a launcher."""
+        given = os.environ.get(VARIABLE, "")
+        try:
+            # A program started by a process of the launcher inherits the variable, but not the file.
+            if given and os.readlink(f"/proc/self/fd/{given}").startswith(f"/memfd:{NAME}"):
+                return cls(int(given))
+        except OSError:
+            pass
+        return None
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+        os.close(self.file)
+
+    # What the process calls:
+
+    def write_stacks_on_signal(self) -> None:
+        """Makes Python write the stacks of all threads behind the page, also while one holds its lock."""
+        faulthandler.register(STACKS_SIGNAL, file=self.file, all_threads=True)
+
+    def begin(self, counts: int, limit: float, ends_job: bool, name: str) -> int:
+        """Says that it counts, and adds a watched function, whose index it returns. The shortest limit holds."""
+        words = self._words
+        if words[_KIND] == EXECUTIONS != counts:
+            words[_KIND] = words[_BASE] = words[_STARTED] = words[_RETURNED] = words[_COMPLETED] = 0
+        given = round(limit * 1e9)
+        words[_LIMIT] = min(given, words[_LIMIT] or given)
+        words[_ENDS_JOB] = words[_ENDS_JOB] or ends_job
+        names = self._texts["names"]
+        if name not in names:
+            names.append(name)
+            self._write_texts()
+        words[_COMPLETED_AT] = words[_COMPLETED_AT] or time.monotonic_ns()
+        words[_KIND] = counts
+        return names.index(name)
+
+    @property
+    def counts_executions(self) -> bool:
+        return self._words[_KIND] == EXECUTIONS
+
+    def enter(self, generation: int) -> None:
+        """Counts from 0 again, as a member of a generation; -1 for none."""
+        words = self._words
+        words[_GENERATION] = -1  # the launcher does not look at what follows
+        words[_BASE] = words[_RETURNED] = words[_COMPLETED] = words[_STARTED]
+        words[_COMPLETED_AT] = time.monotonic_ns()
+        words[_GENERATION] = generation
+
+    def start(self, step: int, function: int) -> None:
+        """Notes a step's beginning. Steps are numbered from 1, through all generations."""
+        words = self._words
+        at = _RECENT_AT + _EACH * (step % RECENT)
+        words[at + 1] = time.monotonic_ns()
+        words[at + 2] = 0
+        words[at + 3] = function
+        words[at] = words[_STARTED] = step
+
+    def returned(self, step: int) -> None:
+        self._words[_RETURNED] = step
+
+    def complete(self, step: int) -> None:
+        words = self._words
+        if step <= words[_COMPLETED]:  # of an earlier generation
+            return
+        now = time.monotonic_ns()
+        at = _RECENT_AT + _EACH * (step % RECENT)
+        if words[at] == step:
+            words[at + 2] = now
+        words[_COMPLETED_AT] = now
+        words[_COMPLETED] = step
+
+    def compile(self, what: str | None) -> None:
+        """Notes what is traced or compiled from now on; None for nothing."""
+        words = self._words
+        if what is None:
+            words[_COMPILING_SINCE] = 0
+            return
+        self._texts["compiling"] = what
+        self._write_texts()
+        words[_COMPILING_SINCE] = time.monotonic_ns()
+
+    def _write_texts(self) -> None:
+        data = json.dumps(self._texts).encode()[: SIZE - _TEXT_AT - 1]
+        self._memory[_TEXT_AT : _TEXT_AT + len(data) + 1] = data + b"\0"
+
+    # What both call:
+
+    def read(self) -> Notes:
+        words = self._words.tolist()
+        base = words[_BASE]
+        recent = {}
+        for at in range(_RECENT_AT, _RECENT_AT + _EACH * RECENT, _EACH):
+            if (step := words[at] - base) > 0:
+                recent[step] = Times(*words[at + 1 : at + _EACH])
+        try:
+            texts = json.loads(self._memory[_TEXT_AT:].partition(b"\0")[0] or "{}")
+        except ValueError:  # it is being written, or too long
+            texts = {}
+        return Notes(
+            words[_KIND], words[_LIMIT] / 1e9, bool(words[_ENDS_JOB]), words[_GENERATION], words[_STARTED] - base,
+            words[_RETURNED] - base, words[_COMPLETED] - base, words[_COMPLETED_AT], words[_COMPILING_SINCE], recent,
+            texts.get("names", []), texts.get("compiling", ""),
+        )  # fmt: skip
+
+    def stacks(self) -> str:
+        """What Python has written behind the page since `forget_stacks`."""
+        size = os.fstat(self.file).st_size - SIZE
+        return os.pread(self.file, max(size, 0), SIZE).decode(errors="replace")
+
+    def forget_stacks(self) -> None:
+        os.ftruncate(self.file, SIZE)
+        # The process writes where this file's offset is: it is one for both.
+        os.lseek(self.file, SIZE, os.SEEK_SET)

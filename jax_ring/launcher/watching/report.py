@@ -1,0 +1,190 @@
+"""What the launcher says of processes that no longer go on."""
+
+import itertools
+import pathlib
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from jax_ring.launcher.processes import Process, format_ranks
+from jax_ring.launcher.watching.comparison import Verdict
+from jax_ring.launcher.watching.page import STEPS, Notes
+
+_STEPS = 100  # in the table
+_PACKAGE = pathlib.Path(__file__).parents[2]
+# Files whose frames tell nothing.
+_CALLERS = ("launcher/worker.py", "progress/steps.py", "elastic/loop.py")
+IGNORED = ("<frozen runpy>", *(str(_PACKAGE / name) for name in _CALLERS))
+
+
+class Place(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+      kind: "python", "device", "callback", "compilation", "stopped"; "unknown" if it does not answer.
+      call: the last call that jax_ring knows of there; empty for none.
+      table: of the last calls of all processes that it knows of; empty for none.
+      stacks: of its threads.
+    """
+
+    kind: str
+    call: str
+    table: str
+    stacks: str
+
+
+NOWHERE = Place("unknown", "", "", "")
+
+
+class Found(NamedTuple):
+    """All that is known; mappings are by process.
+
+    Attributes:
+      processes: what has a `rank` and a `name`, as `Process`.
+      limit: seconds; `source`: who has set it.
+      exited: ranks that have ended well.
+    """
+
+    verdict: Verdict
+    notes: Mapping[int, Notes]
+    places: Mapping[int, Place]
+    processes: Mapping[int, Any]
+    limit: float
+    source: str
+    exited: str = ""
+
+    def kind(self, number: int) -> str:
+        """`Place.kind`; where a process does not answer, something holds Python's lock."""
+        kind = self.places.get(number, NOWHERE).kind
+        if kind == "unknown":
+            kind = "compilation" if self.notes[number].compiling_since else "python"
+        return kind
+
+
+def seconds_since(nanoseconds: int) -> float:
+    return (time.monotonic_ns() - nanoseconds) / 1e9
+
+
+def of_compilation(process: Process, note: Notes) -> str:
+    what = note.compiling or "a program"
+    return f"{process.name} has been compiling {what} for {seconds_since(note.compiling_since):.0f} s"
+
+
+def blamed(found: Found) -> dict[int, str]:
+    """What to say of the processes for which the others wait: of all, if they are all in the device's program."""
+    kinds = {number: found.kind(number) for number in found.verdict.behind}
+    numbers = [number for number, kind in kinds.items() if kind in ("python", "callback", "stopped")]
+    if found.verdict.steps is None:  # "python" may be a launch
+        numbers = [number for number in numbers if kinds[number] != "python"] or numbers
+    numbers = numbers or list(kinds)
+    return {number: f"is stuck in {_step(found)}: {_IN[kinds[number]]}" for number in numbers}
+
+
+_IN = {
+    "python": "in Python",
+    "device": "in the device's program",
+    "callback": "in a callback of the device's program",
+    "compilation": "in a compilation",
+    "stopped": "stopped",
+}
+
+
+def text(found: Found) -> str:
+    """The report: a line with all names, then each process, the last calls and the times of steps."""
+    behind = [found.processes[number] for number in found.verdict.behind]
+    if found.verdict.steps is None:
+        title = f"a program has not completed within {found.limit:g} s ({found.source})"
+    else:
+        names = f"rank {behind[0].rank} has" if len(behind) == 1 else f"ranks {format_ranks(behind)} have"
+        title = f"{names} not completed {_step(found)} within {found.limit:g} s ({found.source})"
+    # First those for which the others wait.
+    order = sorted(found.verdict.behind, key=lambda number: (found.kind(number) == "device", number))
+    lines = [title, *itertools.chain.from_iterable(_process(found, number) for number in order)]
+    if found.exited:
+        lines.append(f"  ranks that have exited: {found.exited}")
+    if table := next((place.table for place in found.places.values() if place.table), ""):
+        lines += ["", *table.splitlines()]
+    return "\n".join([*lines, *_times(found)])
+
+
+def _step(found: Found) -> str:
+    if found.verdict.steps is None:
+        return "an execution"
+    step, last = found.verdict.steps
+    if step != last:
+        return f"steps {step} to {last}"
+    for note in found.notes.values():
+        if step in note.recent and note.recent[step].function < len(note.names):
+            return f"step {step} ({note.names[note.recent[step].function]})"
+    return f"step {step}"
+
+
+def _process(found: Found, number: int) -> Iterable[str]:
+    note, place, process = found.notes[number], found.places.get(number, NOWHERE), found.processes[number]
+    kind = found.kind(number)
+    what = _IN[kind]
+    if kind == "python" and note.counts != STEPS:
+        what += " or in the launch of a program"
+    if kind == "compilation":
+        what += f" of {note.compiling or 'a program'}"
+    ago = f"{seconds_since(note.completed_at):.1f} s ago"
+    if not note.counts:
+        what += "; has not come to a step" if found.verdict.steps else "; has launched no program"
+    elif note.counts == STEPS:
+        what += f"; began {note.started} steps, completed {note.completed}" + (f", {ago}" if note.completed else "")
+    else:
+        what += "; has completed what it launched" if note.completed == note.started else "; waits for a program"
+        what += f", the last {ago}" if note.completed else ""
+    if place.kind == "unknown":
+        what += "; its threads do not answer, as if one held Python's lock"
+    yield f"  {process.name}: {what}"
+    if place.call:
+        yield f"      last call of jax_ring: {place.call}"
+    yield from (f"      {line}" for line in place.stacks.splitlines())
+
+
+def of_signal(stacks: str) -> str:
+    """What Python has written of its threads, without those of jax_ring."""
+    lines: list[str] = []
+    for thread in stacks.strip().split("\n\n"):
+        name, *frames = thread.splitlines()
+        if any(f'"{_PACKAGE}' not in frame and f'"{threading.__file__}' not in frame for frame in frames):
+            lines += [name, *(frame for frame in frames if not any(file in frame for file in IGNORED))]
+    return "\n".join(lines)
+
+
+def _times(found: Found) -> Iterable[str]:
+    """The table of stragglers."""
+    recent = {
+        number: dict(sorted(note.recent.items())[-_STEPS:])
+        for number, note in found.notes.items()
+        if note.counts == STEPS and note.generation >= 0 and note.completed > 1
+    }
+    if not recent:
+        return
+    last = dict.fromkeys(recent, 0)
+    behind: dict[int, list[float]] = {number: [] for number in recent}
+    for step in set.intersection(*map(set, recent.values())) if len(recent) > 1 else ():
+        *_, before, (at, number) = sorted((steps[step].started, number) for number, steps in recent.items())
+        last[number] += 1
+        behind[number].append((at - before[0]) / 1e6)
+    yield f"  the last {max(map(len, recent.values()))} steps, medians in ms:"
+    yield f"  {'rank':>6} {'in step':>9} {'between':>9} {'began last':>11} {'later by':>9}"
+    for number, steps in recent.items():
+        inside, between = [], []
+        for step, times in steps.items():
+            previous = steps[step - 1].completed if step - 1 in steps else 0
+            if times.completed and (previous or step == 1):
+                inside.append((times.completed - max(times.started, previous)) / 1e6)
+            if previous:
+                between.append(max(times.started - previous, 0) / 1e6)
+        yield (
+            f"  {found.processes[number].rank:>6} {_median(inside):>9} {_median(between):>9} {last[number]:>11} "
+            f"{_median(behind[number]):>9}"
+        )
+
+
+def _median(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else "-"

@@ -1,0 +1,70 @@
+"""Executions of a program that is not edited: what `--watch` of the launcher sees of it.
+
+JAX calls a hook after each launch of a jitted function at the top level, and before the first launch of each program.
+A thread takes the newest outputs from time to time, and waits for them.
+"""
+
+import atexit
+import itertools
+import threading
+from typing import Any
+
+from jax_ring import _compat
+from jax_ring.launcher.watching.page import EXECUTIONS
+from jax_ring.progress import answers, notes, outputs
+
+_LOOK_SECONDS = 0.1
+_EXIT_SECONDS = 10.0
+
+_numbers = itertools.count(1)
+_newest: list[tuple[int, Any]] = []  # the last execution and its outputs, until the thread takes them
+_end = threading.Event()
+
+
+def start() -> None:
+    """Begins to note the executions of this process."""
+    page = notes.page()
+    page.begin(EXECUTIONS, 0.0, False, "an execution")
+    _compat.call_with_launches(_launch, _launched)
+    answers.start()
+    thread = threading.Thread(target=_complete, args=(page,), name="jax_ring-executions", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        _end.set()
+        thread.join(timeout=_EXIT_SECONDS)
+
+    atexit.register(end)
+    notes.call_when_leaving(_newest.clear)
+
+
+def _launch() -> int | None:
+    page = notes.page()
+    if not page.counts_executions or notes.is_child():
+        return None
+    number = next(_numbers)
+    page.start(number, 0)
+    return number
+
+
+def _launched(number: int | None, results: Any) -> None:
+    page = notes.page()
+    if not page.counts_executions or notes.is_child():
+        return
+    if number is None:
+        number = next(_numbers)
+        page.start(number, 0)
+    page.returned(number)
+    _newest[:] = [(number, results)]
+
+
+def _complete(page) -> None:
+    while not _end.wait(_LOOK_SECONDS):
+        if _newest:
+            number, results = _newest.pop()
+            arrays = outputs.arrays_of(results)
+            left = [array for array in arrays if not array.is_deleted()]
+            # All are ready at the same time, and so are earlier ones. If all are donated, a later execution tells.
+            if (left or not arrays) and outputs.wait(left[:1]) and page.counts_executions:
+                page.complete(number)
+            del results, arrays, left

@@ -1,0 +1,150 @@
+"""`watch`: notes when each call of a function is begun, and when its results are there."""
+
+import atexit
+import functools
+import itertools
+import queue
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Literal, get_args, overload
+
+from jax_ring import _compat
+from jax_ring.launcher.watching.page import STEPS
+from jax_ring.options import check_choice
+from jax_ring.progress import answers, notes, outputs
+
+OnStuck = Literal["report", "end"]
+# For programs that still run when Python ends, or when the members of an elastic job change.
+_EXIT_SECONDS, _LEAVE_SECONDS = 10.0, 1.0
+
+# Steps of all watched functions have one sequence, which processes compare.
+_numbers = itertools.count(1)
+_started: queue.SimpleQueue = queue.SimpleQueue()  # steps for the thread
+_thread: threading.Thread | None = None
+
+
+@overload
+def watch(step: None = None, *, seconds: float = ..., on_stuck: OnStuck = ...) -> Callable[[Callable], "Watched"]: ...
+@overload
+def watch(step: Callable, *, seconds: float = ..., on_stuck: OnStuck = ...) -> "Watched": ...
+def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnStuck = "report") -> Any:
+    """A step of a training, whose calls are watched: reports which processes are stuck, and where.
+
+        step = jax_ring.watch(jax.jit(train_step, donate_argnums=0), seconds=120)
+        for batch in batches:
+            state, loss = step(state, batch)
+
+    Also as a decorator, `@jax_ring.watch` or `@jax_ring.watch(seconds=120)`. It neither blocks nor changes results: a
+    thread waits for an output. A call while JAX traces is not watched.
+
+    Once a process has begun a step, all have to complete it within `seconds`, in which neither compilations nor time
+    between steps count, or one that is behind has to complete another one. Otherwise the launcher writes one report
+    (docs/processes.md): who is behind and in which step; whether in Python, with the stacks of its threads, or in the
+    device's program, with the last call of jax_ring; and how long the last hundred steps took where. All processes call
+    watched functions equally often. Without the launcher a process reports its own steps to standard error.
+
+    Args:
+      step: a function of arrays, jitted or not. Of one that is not jitted all outputs are waited for.
+      seconds: more than the longest step takes, and than one process alone spends between two. `--watch` of the
+        launcher replaces it.
+      on_stuck: "report", or "end": the processes that are behind are ended as well, with a failure from which
+        `--max-restarts` and elastic jobs go on. `--on-stuck` of the launcher replaces it.
+
+    Returns:
+      A function with the attributes of `step`, such as `lower`.
+
+    Raises:
+      TypeError: if `step` is no function.
+      ValueError: if `seconds` is not positive, or `on_stuck` is no choice.
+    """
+    if not seconds > 0:
+        raise ValueError(f"watch: seconds must be positive, got {seconds}")
+    check_choice("watch", "on_stuck", on_stuck, get_args(OnStuck))
+    if step is None:
+        return lambda step: watch(step, seconds=seconds, on_stuck=on_stuck)
+    if not callable(step):
+        raise TypeError(f"watch: step must be a function, got {type(step).__name__}")
+    return Watched(step, seconds, on_stuck)
+
+
+class Watched:
+    """What `watch` returns."""
+
+    def __init__(self, step: Callable, seconds: float, on_stuck: OnStuck) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        name = getattr(step, "__name__", type(step).__name__)
+        self._page = notes.page()
+        self._function = self._page.begin(STEPS, seconds, on_stuck == "end", name)
+        self._representative = outputs.Representative() if _compat.is_one_program(step) else None
+        _start_thread()
+        answers.start(Watched.__call__.__code__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _compat.is_tracing() or notes.is_child():
+            return self._step(*args, **kwargs)
+        number = next(_numbers)
+        page, one, results = self._page, self._representative, None
+        page.start(number, self._function)
+        try:
+            results = self._step(*args, **kwargs)
+            page.returned(number)
+            return results
+        finally:  # also after an exception, which ends the step
+            # Another function may run several programs.
+            _started.put((number, one, results if one is None else one.of(results)))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_step":
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def __repr__(self) -> str:
+        return f"jax_ring.watch({self._step!r})"
+
+
+def _start_thread() -> None:
+    global _thread
+    if _thread is None:
+        _thread = threading.Thread(target=_complete, args=(notes.page(),), name="jax_ring-steps", daemon=True)
+        _thread.start()
+        atexit.register(_end)
+        notes.call_when_leaving(_drop)
+
+
+def _complete(page) -> None:
+    while (entry := _started.get()) is not None:
+        if isinstance(entry, threading.Event):
+            entry.set()
+            continue
+        number, one, results = entry
+        # What has become of a step whose outputs were donated shows by the next.
+        if outputs.wait(outputs.arrays_of(results) if one is None else results):
+            page.complete(number)
+        elif one is not None:
+            one.note_deleted()
+        del entry, results  # they keep memory, and the backend
+
+
+def _drop() -> None:
+    """Forgets steps whose arrays are of a generation that this process leaves."""
+    try:
+        while True:
+            _started.get_nowait()
+    except queue.Empty:
+        pass
+    # It may still wait for an array, which keeps the backend. A program that hangs does not end.
+    is_idle = threading.Event()
+    _started.put(is_idle)
+    is_idle.wait(_LEAVE_SECONDS)
+
+
+def _end() -> None:
+    """Ends the thread: one that returns from a wait while Python ends would end the process."""
+    assert _thread is not None
+    _started.put(None)
+    _thread.join(timeout=_EXIT_SECONDS)

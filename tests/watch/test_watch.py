@@ -1,0 +1,199 @@
+"""`jax_ring.watch` in one process: what it wraps, which outputs it waits for, and no alarm without a reason."""
+
+import functools
+import gc
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import run_python
+
+import jax_ring
+from jax_ring.progress import notes, outputs
+
+
+def completed_after(count, before):
+    """Waits until so many steps are noted as completed."""
+    until = time.monotonic() + 60
+    while (done := notes.page().read()).completed < before.completed + count:
+        assert time.monotonic() < until, done
+        time.sleep(0.001)
+    return done
+
+
+def test_it_is_the_function():
+    @jax_ring.watch
+    @functools.partial(jax.jit, static_argnums=1)
+    def step(x, n):
+        """Adds."""
+        return {"x": x + n, "n": jnp.int32(n)}
+
+    before = notes.page().read()
+    result = step(jnp.arange(3), 2)
+    np.testing.assert_array_equal(result["x"], [2, 3, 4])
+    done = completed_after(1, before)
+    assert done.started == done.returned == done.completed == before.started + 1
+    assert (step.__name__, step.__doc__) == ("step", "Adds.")
+    assert step.lower(jnp.arange(3), 2).compile()(jnp.arange(3))["n"] == 2
+    assert step.eval_shape(jnp.arange(3), 2)["x"].shape == (3,)
+    assert "step" in repr(step)
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        step.unknown  # noqa: B018
+
+    class Model:
+        @jax_ring.watch(seconds=5)
+        def step(self, x):
+            return x + 1
+
+    assert Model().step(1) == 2
+
+
+def test_calls_in_a_trace_are_those_of_the_function():
+    step = jax_ring.watch(lambda x: jnp.sin(x).sum())
+    before = notes.page().read()
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(step)(x), jnp.cos(x))
+    np.testing.assert_array_equal(jax.jit(step)(x), jax.jit(lambda x: jnp.sin(x).sum())(x))
+    assert jax.vmap(step)(jnp.ones((2, 3))).shape == (2,)
+    assert notes.page().read().started == before.started
+
+
+def test_an_exception_ends_a_step():
+    @jax_ring.watch
+    def step(x):
+        raise ValueError("bad batch")
+
+    before = notes.page().read()
+    with pytest.raises(ValueError, match="bad batch"):
+        step(1)
+    completed_after(1, before)
+
+
+def test_compilations_are_noted():
+    seen = []
+
+    @jax_ring.watch
+    @jax.jit
+    def step(x):
+        seen.append(notes.page().read())
+        return x
+
+    step(jnp.zeros(3)).block_until_ready()
+    assert seen[0].compiling_since > 0
+    assert seen[0].compiling == "step"
+    assert notes.page().read().compiling_since == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"seconds": 0}, ValueError, "seconds must be positive, got 0"),
+        ({"on_stuck": "raise"}, ValueError, "on_stuck"),
+        ({"step": 3}, TypeError, "step must be a function, got int"),
+    ],
+)
+def test_refused_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        jax_ring.watch(**{"step": len, **arguments})
+
+
+def test_the_array_that_is_waited_for():
+    """The smallest one of a program; the next if that was donated; all of several programs."""
+    program = jax.jit(lambda x, n: ((x + 1, x[:2]), {"loss": x[0], "same": n}))
+    one = outputs.Representative()
+    given = jnp.arange(5.0), jnp.int8(1)
+    results = jax.block_until_ready(program(*given))
+    # What is returned as it was given is a copy, and ready with the others.
+    smallest = [results[1]["same"], results[1]["loss"], results[0][1], results[0][0]]
+    assert one.of(results) == smallest[:1]
+    for array in [*smallest[1:], smallest[0]]:
+        one.note_deleted()
+        assert one.of(results)[0] is array
+    assert one.of({"another structure": smallest[2]})[0] is smallest[2]
+    assert one.of({"no array": 3}) == []
+    assert len(outputs.arrays_of(results)) == 4
+    results[0][0].delete()
+    assert outputs.wait([results[0][0], results[0][1]])
+    assert not outputs.wait([results[0][0]])
+
+
+def test_all_outputs_are_donated():
+    """A thread finds most of them deleted. A later step tells of those before."""
+    step = jax_ring.watch(jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0))
+    before = notes.page().read()
+    state = {"a": jnp.zeros(1000), "b": jnp.zeros(())}
+    for _ in range(300):
+        state = step(state)
+    assert float(state["b"]) == 300
+    completed_after(300, before)
+
+
+def test_no_false_alarm_and_cost(capfd, tmp_path, record_property):
+    """Ten thousand steps with compilations, checkpoints and garbage collections between them."""
+
+    def body(state, x):
+        return state + x, (state * x).sum()
+
+    def steps_of(step, count):
+        state = jnp.zeros(8)
+        for number in range(count):
+            if number % 2000 == 0:
+                state = jnp.concatenate([state, state])  # compiles
+                np.save(tmp_path / "checkpoint.npy", state)
+                gc.collect()
+            state, loss = step(state, np.float32(number))
+        return jax.block_until_ready(loss)
+
+    program = jax.jit(body, donate_argnums=0)
+    watched = jax_ring.watch(program, seconds=10)
+    before = notes.page().read()
+    costs = []
+    for step in (program, watched):
+        steps_of(step, 100)
+        began = time.process_time()
+        steps_of(step, 10_000)
+        costs.append(time.process_time() - began)
+    completed_after(10_100, before)
+    assert "not completed" not in capfd.readouterr().err
+    record_property("cost", f"{(costs[1] - costs[0]) / 1e4 * 1e6:.1f} us of processor time per step")
+
+
+HANGS = """
+import time, jax_ring, numpy as np
+
+@jax_ring.watch(seconds=0.4, on_stuck="{on_stuck}")
+def in_python(x):
+    time.sleep(x)
+    return x
+
+def blocks(x):
+    time.sleep(float(x))
+    return x
+
+@jax_ring.watch(seconds=0.4)
+@jax.jit
+def on_device(x):
+    return jax.pure_callback(blocks, jax.ShapeDtypeStruct((), np.float32), x)
+
+on_device(np.float32(0)).block_until_ready()
+{calls}
+print("goes on")
+"""
+
+
+def test_a_step_that_hangs():
+    """Without a launcher a process reports its own, and goes on, or ends."""
+    calls = "in_python(2.0)\non_device(np.float32(2)).block_until_ready()\nin_python(0)"
+    result = run_python(HANGS.format(on_stuck="report", calls=calls))
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr
+    first, second = re.split(r"(?=jax_ring: rank)", result.stderr)[-2:]
+    assert "rank 0 has not completed step 2 (in_python) within 0.4 s (jax_ring.watch)" in first
+    assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in in_python\n", first, re.DOTALL), first
+    assert "rank 0 has not completed step 3 (on_device) within 0.4 s" in second
+    assert re.search(r"process 0 \(pid \d+\): in a callback of the device's program; .* in blocks\n", second, re.DOTALL)
+    result = run_python(HANGS.format(on_stuck="end", calls="in_python(60)"))
+    assert (result.returncode, result.stdout) == (1, ""), result.stderr
+    assert "rank 0 has not completed step 2 (in_python)" in result.stderr
