@@ -45,21 +45,26 @@ class Options:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ignored if ignored[name])
 
 
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """Gives a context variable this value in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 _DEFAULT = Options()
 _defaults = contextvars.ContextVar("defaults", default=_DEFAULT)
 
 
-@contextlib.contextmanager
-def bucketed(overlap: bool) -> Iterator[None]:
+def bucketed(overlap: bool) -> contextlib.AbstractContextManager[None]:
     """For collectives with buckets as operands.
 
     overlap: whether GPUs run them beside their computation.
     """
-    token = _defaults.set(Options(overlap=overlap, apart=True))
-    try:
-        yield
-    finally:
-        _defaults.reset(token)
+    return setting(_defaults, Options(overlap=overlap, apart=True))
 
 
 def check_choice(function: str, name: str, value: Any, choices: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import jax
 
+from jax_ring.options import setting
+
 _numbers = itertools.count(1)
 
 
@@ -23,12 +25,8 @@ class TracedIndex:
 
     @contextlib.contextmanager
     def set(self, index: jax.Array) -> Iterator[None]:
-        token = self._index.set(index)
-        try:
-            with self._number(next(_numbers)):
-                yield
-        finally:
-            self._index.reset(token)
+        with setting(self._index, index), self._number(next(_numbers)):
+            yield
 
     def get(self, missing: str) -> jax.Array:
         """The value, or a NameError with this text."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, get_opaque_trace_state
 
 from jax_ring.collectives.axes import AxisName, axes_of
-from jax_ring.options import Order
+from jax_ring.options import Order, setting
 from jax_ring.training.implementations import Impl
 
 
@@ -47,24 +47,14 @@ _whole: ContextVar[Any] = ContextVar("whole", default=None)
 _as_equations: ContextVar[bool] = ContextVar("norms_as_equations", default=False)
 
 
-@contextlib.contextmanager
-def norms_as_equations() -> Iterator[None]:
+def norms_as_equations() -> contextlib.AbstractContextManager[None]:
     """In the block `given_norm` binds `NORM`. What is traced in it cannot be computed."""
-    token = _as_equations.set(True)
-    try:
-        yield
-    finally:
-        _as_equations.reset(token)
+    return setting(_as_equations, True)
 
 
-@contextlib.contextmanager
-def order_given(order: Order) -> Iterator[None]:
+def order_given(order: Order) -> contextlib.AbstractContextManager[None]:
     """For the time of tracing an update: the order in which the sharded optimizer around it adds gradients."""
-    token = _order.set(order)
-    try:
-        yield
-    finally:
-        _order.reset(token)
+    return setting(_order, order)
 
 
 def order_here(order: Order | None) -> Order:
@@ -82,14 +72,9 @@ def order_here(order: Order | None) -> Order:
     return order or around or "rank"
 
 
-@contextlib.contextmanager
-def whole_on_each_rank(like: Any) -> Iterator[None]:
+def whole_on_each_rank(like: Any) -> contextlib.AbstractContextManager[None]:
     """For the time of tracing an update of parameters that every rank has whole; `like` has their dtypes."""
-    token = _whole.set(like)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+    return setting(_whole, like)
 
 
 def whole_here() -> Any:
@@ -109,11 +94,8 @@ def norms_given(axis_name: AxisName, norms: Sequence[jax.Array]) -> Iterator[lis
       The list of requests, to which each call adds one.
     """
     given = _Given(axis_name, norms, [], get_opaque_trace_state())
-    token = _given.set(given)
-    try:
+    with setting(_given, given):
         yield given.requests
-    finally:
-        _given.reset(token)
 
 
 def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, order: Order) -> jax.Array | None:
