@@ -105,6 +105,16 @@ def array_or_none(value: Any) -> jax.Array | np.ndarray | None:
     return jnp.asarray(value) if hasattr(value, "__jax_array__") and not isinstance(value, type) else None
 
 
+def path_text(path: Any, root: str = "the root") -> str:
+    """The path of a leaf as errors name it; `root` is for a tree that is a leaf."""
+    return jax.tree_util.keystr(path) or root
+
+
+def path_texts(tree: Any, root: str = "the root") -> list[str]:
+    """Those of all leaves."""
+    return [path_text(path, root) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def check_arrays(function: str, name: str, tree: Any) -> None:
     """Raises TypeError unless the leaves of `tree`, argument `name` of `function`, are arrays or numbers.
 
@@ -113,10 +123,7 @@ def check_arrays(function: str, name: str, tree: Any) -> None:
     if all(map(_is_array, jax.tree.leaves(tree))):  # paths take more time
         return
     path, leaf = next(item for item in jax.tree_util.tree_leaves_with_path(tree) if not _is_array(item[1]))
-    raise TypeError(
-        f"{function}: the leaf at {jax.tree_util.keystr(path) or 'the root'} of {name} must be an array or a number, "
-        f"got {leaf!r}"
-    )
+    raise TypeError(f"{function}: the leaf at {path_text(path)} of {name} must be an array or a number, got {leaf!r}")
 
 
 def _is_array(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
-from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.parameters import check_parameters
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.audit import Audit
@@ -262,9 +262,8 @@ def _check_summed_once(tree: Any, axis_name: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if axes_of_difference(leaf, axis_name):
             raise ValueError(
-                f"reduce_in_backward: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
-                f"{jax.typeof(leaf)}, varies over {axis_name!r}; only replicated parameters have one gradient for all "
-                f"ranks. {advice}"
+                f"reduce_in_backward: the leaf at {path_text(path)}, of type {jax.typeof(leaf)}, varies over "
+                f"{axis_name!r}; only replicated parameters have one gradient for all ranks. {advice}"
             )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, path_text
 
 _ADVICE = (
     "Of a model give the parameters alone. equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
@@ -27,6 +27,6 @@ def check_parameters(function: str, position: int, tree: Any, *, only_floats: bo
             # Uses JAX's words, so that a search finds them.
             raise TypeError(
                 "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of np.inexact), but "
-                f"{function} got {jax.typeof(leaf)} at {jax.tree_util.keystr(path) or 'the root'} of argument "
-                f"{position}. With allow_int=True its gradient is of dtype float0. {_ADVICE}"
+                f"{function} got {jax.typeof(leaf)} at {path_text(path)} of argument {position}. With allow_int=True "
+                f"its gradient is of dtype float0. {_ADVICE}"
             )

@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, path_texts
 from jax_ring.training.implementations import Impl, implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
@@ -68,8 +68,7 @@ def assert_replicated(tree: Any) -> None:
     """
     here: dict[str, jax.Array] = {}
     across: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path) or "the array"
+    for name, leaf in zip(path_texts(tree, "the array"), jax.tree.leaves(tree), strict=True):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"assert_replicated: {name} is being traced. Call it outside jit, on the results.")
         if isinstance(leaf, jax.Array):

@@ -22,7 +22,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.trees import accumulator
-from jax_ring.options import array_or_none, check_arrays
+from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import Reduced, Reduction, is_float0
 from jax_ring.training.wire import UNCHANGED
@@ -80,16 +80,13 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
         if is_sharded(shards):
             raise ValueError(
-                f"{function}: what is at {jax.tree_util.keystr(path) or 'the root'} are shards, a ShardedParams, of "
-                "which each rank has another part: there are no copies to compare. Leave them out. For copies of "
-                "shards along another axis pass that axis and their `vectors`."
+                f"{function}: what is at {path_text(path)} are shards, a ShardedParams, of which each rank has "
+                "another part: there are no copies to compare. Leave them out. For copies of shards along another axis "
+                "pass that axis and their `vectors`."
             )
-    named = [
-        (jax.tree_util.keystr(path) or "the array", leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    if not named:
+    names, arrays = tuple(path_texts(tree, "the array")), jax.tree.leaves(tree)
+    if not names:
         raise ValueError(f"{function}: there are no arrays to compare in {tree!r}")
-    names, arrays = zip(*named, strict=True)
     bits = [bits_of_keys(jnp.asarray(x))[0] for x in arrays]
     varying = (*axes, *_other_axes(axes, *bits))
     local = [own_copy(x, varying) for x in bits]

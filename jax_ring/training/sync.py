@@ -15,7 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
-from jax_ring.options import ORDERS, Order, check_arrays, check_choice
+from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
@@ -382,7 +382,7 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
         same_over = [axis for axis in axes if axis not in _compat.varying_axes(leaf)]
         if same_over:
             raise ValueError(
-                f"{function}: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type {jax.typeof(leaf)}, is "
+                f"{function}: the leaf at {path_text(path)}, of type {jax.typeof(leaf)}, is "
                 f"already the same on all ranks of {same_over}. JAX sums gradients with respect to replicated "
                 "parameters before returning them, and a second reduction would make them too large by the number of "
                 "ranks. Use jax_ring.value_and_grad instead of jax.value_and_grad, or cast the parameters before "

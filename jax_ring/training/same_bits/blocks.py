@@ -19,7 +19,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
 from jax_ring.lowering.transposed import without_reverse_mode
-from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 
@@ -151,8 +151,8 @@ class _Blocks(Parts):
             if differs := sorted(map(str, _compat.varying_axes(jnp.asarray(x)) & {*axes})):
                 raise ValueError(
                     f"{function} over {axis_name!r}: inputs must be the same on all its ranks, and the one at "
-                    f"{jax.tree_util.keystr(path) or 'the root'} varies over {', '.join(differs)}. Pass what each "
-                    "block has for itself in blocks, with a first dimension for the rank's blocks."
+                    f"{path_text(path)} varies over {', '.join(differs)}. Pass what each block has for itself in "
+                    "blocks, with a first dimension for the rank's blocks."
                 )
         varying, caller = axes_of_results(axis_name, (blocks, inputs)), source_info_util.current().traceback
         found = cls(function, "block", axis_name, num_blocks, num_blocks // num_ranks(axes), varying, caller)

@@ -15,7 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import counted, own_copy
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, path_text
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.indices import BLOCK, SHARD, TracedIndex
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
@@ -50,8 +50,7 @@ class Parts:
             if np.shape(x)[:1] != (self.each,) or not self.each:
                 raise ValueError(
                     f"{self.function}: every leaf of {name} has a first dimension for the rank's {self.part}s, "
-                    f"{self.each} here ({self.total} in all); the one at {jax.tree_util.keystr(path) or 'the root'} "
-                    f"has shape {np.shape(x)}"
+                    f"{self.each} here ({self.total} in all); the one at {path_text(path)} has shape {np.shape(x)}"
                 )
 
     def own_copies(self, tree: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from jax_ring import _compat
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_named, split_axes
-from jax_ring.options import Order, array_or_none
+from jax_ring.options import Order, array_or_none, path_text
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
@@ -133,7 +133,7 @@ def _check_cut(updates: Any, axis_name: AxisName) -> None:
         same_over = [axis for axis in tracked if axis not in _compat.varying_axes(leaf)]
         if same_over:
             raise ValueError(
-                f"clip_by_global_norm: the leaf at {jax.tree_util.keystr(path) or 'the root'}, of type "
+                f"clip_by_global_norm: the leaf at {path_text(path)}, of type "
                 f"{jax.typeof(leaf)}, is the same on all ranks of {same_over}, so its square would count once for "
                 "each rank. This function is for the parts that ranks have within zero.sharded_optimizer; elsewhere "
                 "use optax.clip_by_global_norm."

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import axes_of, check_named
+from jax_ring.options import path_text
 from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sync import is_float0
@@ -134,8 +135,8 @@ def checked_shards(tree: Any, reduction: Reduction) -> Any:
         if not is_sharded(shards):
             raise ValueError(
                 f"sharded_optimizer: with stage=3 parameters are shards, a ShardedParams or a tree of such; that at "
-                f"{jax.tree_util.keystr(path) or 'the root'} is of type {type(shards).__name__}. Make shards of "
-                "parameters by optimizer.shard(params), once, under shard_map, and keep them instead."
+                f"{path_text(path)} is of type {type(shards).__name__}. Make shards of parameters by "
+                "optimizer.shard(params), once, under shard_map, and keep them instead."
             )
         for name, like in _unpadded(shards).vectors.items():
             cut = reduction.cut(reduction.num_ranks)

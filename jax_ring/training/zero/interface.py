@@ -13,7 +13,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.launcher import foreign_errors
-from jax_ring.options import ORDERS, Order, check_choice, integer
+from jax_ring.options import ORDERS, Order, check_choice, integer, path_text, path_texts
 from jax_ring.training.implementations import Impl
 
 Stage = Literal[1, 2, 3]
@@ -80,11 +80,10 @@ def check_num_ranks(num_ranks: Any) -> int:
 
 def check_same_structure(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
     """Raises ValueError unless a tree, an argument that errors call `name`, has the structure of another."""
-    leaves, expected = map(jax.tree_util.tree_leaves_with_path, (tree, like))
     structure: Any = jax.tree.structure(tree)
     like_structure: Any = jax.tree.structure(like)
     if structure != like_structure:
-        paths, expected_paths = ([jax.tree_util.keystr(path) for path, _ in x] for x in (leaves, expected))
+        paths, expected_paths = (path_texts(x, "") for x in (tree, like))
         missing = [path for path in expected_paths if path not in paths]
         extra = [path for path in paths if path not in expected_paths]
         difference = (
@@ -100,12 +99,11 @@ def check_same_structure(name: str, tree: Any, like: Any, *, likes: str = "param
 def check_same_tree(name: str, tree: Any, like: Any, *, likes: str = "parameters", remedy: str = "") -> None:
     """Raises ValueError unless a tree, the argument `name` of `update`, has the structure and the shapes of another."""
     check_same_structure(name, tree, like, likes=likes, remedy=remedy)
-    leaves, expected = map(jax.tree_util.tree_leaves_with_path, (tree, like))
-    for (path, leaf), (_, other) in zip(leaves, expected, strict=True):
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(like), strict=True):
         if jnp.shape(leaf) != jnp.shape(other):
             raise ValueError(
-                f"sharded_optimizer: in the {name}, the leaf at {jax.tree_util.keystr(path) or 'the root'} has shape "
-                f"{jnp.shape(leaf)}; the shape in the {likes} is {jnp.shape(other)}.{remedy}"
+                f"sharded_optimizer: in the {name}, the leaf at {path_text(path)} has shape {jnp.shape(leaf)}; the "
+                f"shape in the {likes} is {jnp.shape(other)}.{remedy}"
             )
 
 
@@ -136,7 +134,7 @@ def check_undivided(params: Any, axis_name: AxisName) -> None:
 def _divided_by(params: Any, axis_name: AxisName) -> list[tuple[str, list]]:
     """For each parameter its path, and the axes over which it varies without those of the ranks."""
     return [
-        (jax.tree_util.keystr(path) or "the root", sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
+        (path_text(path), sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
         for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, params))
     ]
 

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from jax_ring import _compat
+from jax_ring.options import path_texts
 from jax_ring.training.zero.given_norms import norms_as_equations
 
 
@@ -51,8 +52,7 @@ class Traced(NamedTuple):
             raise ValueError(f"update returned a tree {found} instead of {expected}")
         if any(isinstance(x, jax.core.Tracer) for x in (*init.consts, *update.consts)):
             raise jax.errors.UnexpectedTracerError("closure")
-        paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-        return cls(init, update, jax.tree.leaves(state), paths)
+        return cls(init, update, jax.tree.leaves(state), path_texts(state))
 
     def split(self, results: list) -> tuple[list, list]:
         """What stands for updates and for the state in results of `update`."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.options import path_texts
 from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
 from jax_ring.training.zero.by_parameter.traced_update import trace_update
 from jax_ring.training.zero.interface import check_same_tree
@@ -131,7 +132,7 @@ class Plan:
         return jax.tree.unflatten(self.structure, leaves)
 
     def shares(self, params: Any) -> Shares:
-        paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        paths = path_texts(params)
         leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in Shapes.of(params).leaves]
         blocks = Blocks(leaves, self.pieces)
 

@@ -13,6 +13,7 @@ from jax.extend import core
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.launcher import foreign_errors
+from jax_ring.options import path_texts
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
@@ -99,14 +100,14 @@ class TracedUpdate:
                 "sharded_optimizer: what tx.update does with the state depends on the dtypes of the gradients: with "
                 "those of the parameters other leaves of the state need them. Cast the gradients to them."
             )
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        places = path_texts(params)
         for k, owner in enumerate(owners):
             before, after = (avals[self.num_leaves + k] for avals in (self.closed.in_avals, self.closed.out_avals))
             if owner is None or not has_gradient[owner]:
                 continue
             if (before.shape, before.dtype) != (after.shape, after.dtype):
                 raise TypeError(
-                    f"sharded_optimizer: tx changes the state of {paths[owner] or 'the root'} from "
+                    f"sharded_optimizer: tx changes the state of {places[owner]} from "
                     f"{before.str_short()} to {after.str_short()}, and layout='parameter' keeps types. Cast the "
                     "gradients to the dtype of the parameters, or give tx the dtype of its state (mu_dtype)."
                 )
@@ -215,7 +216,7 @@ def _text(place: tuple[str, str]) -> str:
 
 
 def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
-    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = path_texts(params)
     n, num_states = len(paths), len(jax.tree.leaves(state))
     # Bits for the gradients, then for the leaves of the state. A leaf may receive its inputs through another leaf, some
     # steps later.
