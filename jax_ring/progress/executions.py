@@ -9,6 +9,8 @@ import itertools
 import threading
 from typing import Any
 
+import jax
+
 from jax_ring import _compat
 from jax_ring.launcher.watching.page import EXECUTIONS
 from jax_ring.progress import answers, notes, outputs
@@ -55,16 +57,17 @@ def _launched(number: int | None, results: Any) -> None:
         number = next(_numbers)
         page.start(number, 0)
     page.returned(number)
-    _newest[:] = [(number, results)]
+    # The caller may change what holds the arrays.
+    _newest[:] = [(number, jax.tree.leaves(results))]
 
 
 def _complete(page) -> None:
     while not _end.wait(_LOOK_SECONDS):
         if _newest:
-            number, results = _newest.pop()
-            arrays = outputs.arrays_of(results)
+            number, leaves = _newest.pop()
+            arrays = outputs.arrays_of(leaves)
             left = [array for array in arrays if not array.is_deleted()]
             # All are ready at the same time, and so are earlier ones. If all are donated, a later execution tells.
             if (left or not arrays) and outputs.wait(left[:1]) and page.counts_executions:
                 page.complete(number)
-            del results, arrays, left
+            del leaves, arrays, left

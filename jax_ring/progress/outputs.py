@@ -66,6 +66,6 @@ def wait(arrays: list[jax.Array]) -> bool:
     left = [array for array in arrays if not array.is_deleted()]
     try:
         jax.block_until_ready(left)  # at once: each wait of its own would need Python's lock again
-    except (RuntimeError, ValueError):  # donated meanwhile, or failed, which raises at the caller as well
+    except Exception:  # donated meanwhile, or failed, which raises at the caller as well
         left = [array for array in left if not array.is_deleted()]
     return bool(left) or not arrays

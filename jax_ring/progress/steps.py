@@ -93,7 +93,7 @@ class Watched:
             return results
         finally:  # also after an exception, which ends the step
             # Another function may run several programs.
-            _started.put((number, one, results if one is None else one.of(results)))
+            _started.put((number, one, outputs.arrays_of(results) if one is None else one.of(results)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -121,13 +121,13 @@ def _complete(page) -> None:
         if isinstance(entry, threading.Event):
             entry.set()
             continue
-        number, one, results = entry
+        number, one, arrays = entry
         # What has become of a step whose outputs were donated shows by the next.
-        if outputs.wait(outputs.arrays_of(results) if one is None else results):
+        if outputs.wait(arrays):
             page.complete(number)
         elif one is not None:
             one.note_deleted()
-        del entry, results  # they keep memory, and the backend
+        del entry, arrays  # they keep memory, and the backend
 
 
 def _drop() -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jax_ring.launcher.watching.comparison import Comparison, Verdict
-from jax_ring.launcher.watching.page import EXECUTIONS, RECENT, STEPS, Notes, Page
+from jax_ring.launcher.watching.page import EXECUTIONS, RECENT, STEPS, VARIABLE, Notes, Page
 
 LIMIT = 3.0
 
@@ -106,6 +106,19 @@ def test_a_page(page):
     page.start(201, 0)
     assert same.read()[3:7] == (3, 1, 0, 0)
     same.close()
+
+
+def test_whose_page_it_is(page, monkeypatch, tmp_path):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Page.of_launcher() is None
+    monkeypatch.setenv(VARIABLE, str(page.file))
+    for _ in range(2):
+        assert Page.of_launcher().file == page.file
+    monkeypatch.setenv(VARIABLE, f"{page.file}:{os.getppid()}")  # this process was forked
+    assert Page.of_launcher() is None
+    with open(tmp_path / "other", "w") as other:
+        monkeypatch.setenv(VARIABLE, str(other.fileno()))
+        assert Page.of_launcher() is None
 
 
 def test_steps_take_the_place_of_executions(page):

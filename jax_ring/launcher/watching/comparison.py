@@ -34,6 +34,10 @@ class Comparison:
         self._since: dict[int, tuple[tuple, float]] = {}  # by process: what it lacks, and since when
         self._reported: dict[int, tuple] = {}
 
+    def forget(self) -> None:
+        """Makes the next verdict possible at once."""
+        self._reported.clear()
+
     def look(self, notes: Mapping[int, Notes], elapsed: float, limit: float) -> Verdict | None:
         """Looks at all running processes; returns a verdict once until one of those behind goes on.
 

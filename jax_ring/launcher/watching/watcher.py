@@ -79,6 +79,10 @@ class Watcher:
 
     async def _report(self, verdict: Verdict, notes: Mapping[int, Notes], limit: float) -> None:
         places = await self._ask()
+        now = self._read()
+        if any(number not in now or now[number].completed != notes[number].completed for number in verdict.behind):
+            self._comparison.forget()  # they have gone on, or ended, meanwhile
+            return
         for number in list(notes):
             if self._processes[number].is_stopped():
                 places[number] = report.Place("stopped", "", "", places.get(number, report.NOWHERE).stacks)
