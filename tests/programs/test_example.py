@@ -1,6 +1,6 @@
 """The examples: train_digits.py as the README runs it, most others with small sizes.
 
-Those that compare bits are compiled as for users. CI runs the README's commands as they stand there, too.
+CI runs the README's commands as they stand there, too, compiled as for users.
 """
 
 import math
@@ -10,16 +10,14 @@ import subprocess
 import sys
 
 import pytest
-from helpers import AS_USERS_COMPILE
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-def run(*arguments, name="train_digits.py", env=AS_USERS_COMPILE):
+def run(*arguments, name="train_digits.py"):
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        env=env, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def end_of(text):
@@ -70,8 +68,8 @@ def test_replace_psum():
     assert [[int(cell) for cell in row] for row in rows] == [[0, 4], [2, 2], [4, 0]]
 
 
-def run_small(name, *arguments, env=None):
-    result = run(*arguments, name=name, env=env)
+def run_small(name, *arguments):
+    result = run(*arguments, name=name)
     assert result.returncode == 0, result.stdout + result.stderr
     check_end(name, result.stdout)
     return result.stdout
@@ -158,7 +156,7 @@ def test_multi_process():
 
 def test_ten_steps():
     """Several buckets of 1 MiB, the losses of a single device up to rounding, and bit equality as reported."""
-    text = run_small("ten_steps.py", "--layers", "2", env=AS_USERS_COMPILE)
+    text = run_small("ten_steps.py", "--layers", "2")
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in text.splitlines() if line.startswith("│")]
     buckets = {name: (number, verdict) for name, number, _, verdict in rows}
     assert buckets["all in one bucket"] == buckets["lax.psum"] == ("1", "the same bits")
