@@ -82,6 +82,9 @@ def test_every_process_knows_who_was_late():
     jax_ring.statistics(reset=True)
     for _ in range(5):
         if jax.process_index() == 1:
+            # Both ranks of the other process wait from here on, however slow it is.
+            while not any((each.process, each.state) == (0, "ready") for each in jax_ring.flight_recorder().calls):
+                time.sleep(0.001)
             time.sleep(0.1)
         total(x).block_until_ready()
     statistics = jax_ring.statistics()
