@@ -53,6 +53,14 @@ class Checkpoints:
             manager.save(snapshot.number, args=_both(arrays, json.loads(described)), force=True)
             manager.wait_until_finished()
 
+    def newest_number(self) -> int:
+        """The number of the newest commit on disk; -1 if there is none."""
+        if not self.directory.is_dir():
+            return -1
+        with self._manager() as manager:
+            number = manager.latest_step()
+        return -1 if number is None else number
+
     def newest(self, values: Mapping[str, Any]) -> Snapshot | None:
         """The newest commit on disk; None if there is none.
 

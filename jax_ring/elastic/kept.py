@@ -1,8 +1,8 @@
 """Commits in memory that belongs to the launcher: where a job goes on from when all its processes are lost.
 
-The launcher makes two anonymous files for each process of the job, which all processes inherit. Each writes its commits
-into its own two in turn, so that one whole commit is always there. The memory is gone when the launcher and the
-processes are, however they end.
+The launcher makes two anonymous files for each process of its host, which all processes there inherit. Each writes its
+commits into its own two in turn, so that one whole commit is always there. The memory is gone when the launcher and the
+processes are, however they end. In a job of several hosts each has what is not divided, and copies of parts of another.
 """
 
 import os
@@ -13,29 +13,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_ring.elastic.headers import header_of, without_arrays
+from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.snapshots import Snapshot, array_of
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
 _SIZE_BYTES = 8  # the size of an entry, at the start of its file; 0 while the file is written
 
 
+class CommitId(NamedTuple):
+    """A commit that some processes lack is made anew in another generation, or after another restart."""
+
+    number: int
+    restart: int
+    generation: int
+
+
 class _Entry(NamedTuple):
     """What a process has written of a commit, in front of its arrays.
 
     Attributes:
-      number: of the commit.
-      epoch: the restart of the job and the generation in it. A commit that some processes lack is made anew in another.
-      process, num_processes: in that generation.
-      header: the snapshot without its arrays. None but in process 0, which writes all that is not divided.
-      is_divided: whether the other processes have parts.
+      commit: which one.
+      num_processes: that have made it.
+      header: the snapshot without its arrays. None but in the first process of each host, which writes all that is not
+        divided.
+      owners: the processes whose parts of divided leaves follow; None if none is divided.
     """
 
-    number: int
-    epoch: tuple[int, int]
-    process: int
+    commit: CommitId
     num_processes: int
     header: bytes | None
-    is_divided: bool
+    owners: tuple[int, ...] | None
 
 
 class KeptCommits:
@@ -56,21 +63,23 @@ class KeptCommits:
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
         return cls(files, slot) if all(map(_is_kept_file, files)) else None
 
-    def write(self, snapshot: Snapshot, process: int, generation: int) -> None:
-        """Keeps a commit: what process 0 has, and of each other process its parts of divided leaves.
+    def write(self, snapshot: Snapshot, process: int, generation: int, layout: Layout) -> None:
+        """Keeps a commit: in the first process of a host what is not divided, and in each its parts of divided leaves.
+
+        With several hosts, also the parts that it has copies of.
 
         Raises:
           OSError: if there is no memory for it.
         """
-        is_divided = snapshot.held is not None
-        if process and not is_divided:
+        is_first, is_divided = layout.is_first(process), snapshot.held is not None
+        if not is_first and not is_divided:
             return
-        epoch = int(os.environ.get(RESTART_VARIABLE, "0")), generation
-        header = None if process else header_of(snapshot)
-        entry = pickle.dumps(_Entry(snapshot.number, epoch, process, snapshot.num_processes, header, is_divided))
-        arrays = [] if process else _undivided(snapshot)
-        if is_divided:
-            arrays = [*arrays, snapshot.packed(process)]
+        commit = CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), generation)
+        owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
+        header = header_of(snapshot) if is_first else None
+        entry = pickle.dumps(_Entry(commit, snapshot.num_processes, header, owners))
+        arrays = _undivided(snapshot) if is_first else []
+        arrays = [*arrays, *map(snapshot.packed, owners or ())]
         file = self._files[2 * self._slot + snapshot.number % 2]
         # A process that dies in between leaves a file that nobody reads.
         _write(file, bytes(_SIZE_BYTES), 0)
@@ -80,40 +89,54 @@ class KeptCommits:
         os.ftruncate(file, end)
         _write(file, len(entry).to_bytes(_SIZE_BYTES, "little"), 0)
 
-    def newest(self, values: Mapping[str, Any]) -> Snapshot | None:
-        """The newest commit that is here as a whole; None if there is none.
+    def commits(self) -> dict[CommitId, tuple[int, list[int] | None]]:
+        """What this host has of each commit: the number of processes, and those whose parts are here.
+
+        None instead of these if no leaf is divided. Commits without what is not divided are left out.
+        """
+        return {
+            commit: (
+                entries[0][0].num_processes,
+                None
+                if entries[0][0].owners is None
+                else sorted({o for entry, *_ in entries for o in entry.owners or ()}),
+            )
+            for commit, entries in self._entries().items()
+        }
+
+    def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
+        """One of `commits`, with the parts that are here.
 
         values: the state whose structure it must have.
 
         Raises:
           RuntimeError: if it has another one.
         """
-        commits: dict[tuple, dict[int, tuple[_Entry, int, int]]] = {}
+        entries = self._entries()[commit]
+        header = entries[0][0].header
+        assert header is not None
+        snapshot = without_arrays(header, values, 0, 0)
+        parts = {}
+        for entry, file, begin in entries:
+            if entry.header is not None:
+                for array in _undivided(snapshot):
+                    begin = _read_into(array.reshape(-1).view(np.uint8), file, begin)
+            for owner in entry.owners or ():
+                parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
+                begin = _read_into(parts[owner], file, begin)
+        return snapshot.with_parts(parts) if parts else snapshot
+
+    def _entries(self) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
+        """The entries of each commit with their files and where arrays begin there; the one with a header first."""
+        found: dict[CommitId, list[tuple[_Entry, int, int]]] = {}
         for file in self._files:
             if (size := int.from_bytes(os.pread(file, _SIZE_BYTES, 0), "little")) == 0:
                 continue
             entry: _Entry = pickle.loads(os.pread(file, size, _SIZE_BYTES))
-            commits.setdefault((entry.number, entry.epoch), {})[entry.process] = entry, file, _SIZE_BYTES + size
-        for _, of_processes in sorted(commits.items(), reverse=True):
-            if 0 not in of_processes:
-                continue
-            first, file, begin = of_processes[0]
-            if not first.is_divided or len(of_processes) == first.num_processes:
-                return self._read(first, of_processes, file, begin, values)
-        return None
-
-    def _read(self, first: _Entry, of_processes: Mapping, file: int, begin: int, values: Mapping) -> Snapshot:
-        assert first.header is not None
-        snapshot = without_arrays(first.header, values, 0, 0)
-        for array in _undivided(snapshot):
-            begin = _read_into(array.reshape(-1).view(np.uint8), file, begin)
-        parts = {}
-        if first.is_divided:
-            starts = {process: (file, begin) for process, (_, file, begin) in of_processes.items()} | {0: (file, begin)}
-            for process, (file, begin) in starts.items():
-                parts[process] = np.empty(snapshot.num_bytes(process), np.uint8)
-                _read_into(parts[process], file, begin)
-        return snapshot.with_parts(parts).whole()
+            found.setdefault(entry.commit, []).append((entry, file, _SIZE_BYTES + size))
+        for entries in found.values():
+            entries.sort(key=lambda each: each[0].header is None)
+        return {commit: entries for commit, entries in found.items() if entries[0][0].header is not None}
 
 
 def _is_kept_file(file: int) -> bool:

@@ -13,7 +13,13 @@ from jax_ring.distributed import exit_notice
 from jax_ring.elastic import failures
 from jax_ring.elastic.generation import Generation, enter, leave
 from jax_ring.elastic.state import State
-from jax_ring.launcher.protocol import CONTROL_VARIABLE, GENERATION_VARIABLE, JOIN_VARIABLE, Control
+from jax_ring.launcher.protocol import (
+    CONTROL_VARIABLE,
+    GENERATION_VARIABLE,
+    HOSTS_VARIABLE,
+    JOIN_VARIABLE,
+    Control,
+)
 from jax_ring.runtime import Departure
 
 logger = logging.getLogger("jax_ring")
@@ -62,6 +68,12 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                 raise TypeError(
                     f"elastic.run: {train.__name__} takes a jax_ring.elastic.State as its first argument, got "
                     f"{type(state).__name__}"
+                )
+            if os.environ.get(HOSTS_VARIABLE) and not state.outlives_processes:
+                raise ValueError(
+                    "elastic.run: in a job of --nnodes MIN:MAX other processes are started when hosts come or go, and "
+                    "this state is only in the memory of processes. Make it as State(keep='host', ...), or with "
+                    "directory= and every=."
                 )
             control = _enlisted(min_processes, num_shards)
             return _loop(train, state, control, args, kwargs)

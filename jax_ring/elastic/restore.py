@@ -10,11 +10,17 @@ from jax_ring.elastic import spares
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
-from jax_ring.elastic.kept import KeptCommits
+from jax_ring.elastic.kept import CommitId, KeptCommits
+from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined, with_array
 from jax_ring.elastic.spares import Place
 
-Store = KeptCommits | Checkpoints
+
+class Stores(NamedTuple):
+    """Where commits outlive the processes; the same in all of them."""
+
+    kept: KeptCommits | None
+    checkpoints: Checkpoints | None
 
 
 class Have(NamedTuple):
@@ -46,7 +52,7 @@ def restore(
     place: Place | None,
     snapshots: Sequence[Snapshot],
     values: Mapping[str, Any],
-    stores: Sequence[Store],
+    stores: Stores,
 ) -> Restored:
     """Agrees with all other members on a commit, and puts it together.
 
@@ -56,7 +62,7 @@ def restore(
       place: where the commits of this process were made; None if it has none.
       snapshots: these commits.
       values: its state as the script has made it.
-      stores: where commits outlive the processes, the one that is asked first first. The same in all processes.
+      stores: where commits outlive the processes.
 
     Raises:
       RuntimeError: if parts of the commit are lost and none is stored; or if the states of the processes have
@@ -107,12 +113,17 @@ def _from_spares(
     return snapshot, have
 
 
-def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Sequence[Store]) -> Snapshot:
+def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Stores) -> Snapshot:
     """What a job starts from."""
     process, count = generation.process, generation.num_processes
     stored = _loaded(generation, values, stores)
     if stored is not None:
         return stored
+    if stores.kept is not None:
+        number = max(generation.post(max((commit.number for commit in stores.kept.commits()), default=0)))
+        # The first commit may never have been made by all. Before a later one all have made one.
+        if number > 1:
+            raise _parts_are_lost(stores, f"commit {number} and the one before")
     if any(isinstance(leaf, Lost) for leaf in jax.tree.leaves(dict(values))):
         raise RuntimeError(
             "jax_ring.elastic: a process has ended before the first commit, and with it its part of what is divided "
@@ -125,31 +136,54 @@ def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Seq
     return _assembled(generation, snapshot, root_only, values, from_root=True)
 
 
-def _from_stores(generation, values, stores: Sequence[Store], number: int, lost: Sequence[int]) -> Snapshot:
+def _from_stores(generation, values, stores: Stores, number: int, lost: Sequence[int]) -> Snapshot:
     snapshot = _loaded(generation, values, stores)
     if snapshot is not None:
         return snapshot
-    directories = [str(store.directory) for store in stores if isinstance(store, Checkpoints)]
-    where = f"there is no checkpoint in {directories[0]}" if directories else "no directory was given"
-    raise RuntimeError(
-        f"jax_ring.elastic: parts of commit {number} are lost. Of its processes {', '.join(map(str, lost))} and the "
-        f"neighbors that had copies of their parts have ended at the same time, and {where}. With State(keep='host', "
-        "...) the launcher keeps the commits as well, and with State(..., directory=..., every=k) every k-th one is "
-        "also written to disk: the job goes on from there then."
+    raise _parts_are_lost(
+        stores, f"commit {number}", f"Of its processes {', '.join(map(str, lost))} and those that had copies of their "
+        "parts have ended at the same time"
+    )  # fmt: skip
+
+
+def _parts_are_lost(stores: Stores, of_what: str, why: str = "The hosts that had them have gone") -> RuntimeError:
+    directory = stores.checkpoints and stores.checkpoints.directory
+    where = f"there is no checkpoint in {directory}" if directory else "no directory was given"
+    return RuntimeError(
+        f"jax_ring.elastic: parts of {of_what} are lost. {why}, and {where}. With State(keep='host', ...) the "
+        "launcher keeps the commits as well, and with State(..., directory=..., every=k) every k-th one is also "
+        "written to disk: the job goes on from there then."
     )
 
 
-def _loaded(generation: Generation, values: Mapping[str, Any], stores: Sequence[Store]) -> Snapshot | None:
-    """The newest commit of the first store that has one, which process 0 reads; None if there is none."""
-    if not stores:
+def _loaded(generation: Generation, values: Mapping[str, Any], stores: Stores) -> Snapshot | None:
+    """The newest commit that is stored; None if there is none. On equal terms that of the launchers."""
+    kept, have = _newest_kept(generation, stores.kept) if stores.kept is not None else (None, [])
+    newest_on_disk = -1
+    if stores.checkpoints is not None:
+        own = stores.checkpoints.newest_number() if generation.process == 0 else -1
+        newest_on_disk = max(generation.post(own))
+    if kept is not None and kept.number >= newest_on_disk:
+        assert stores.kept is not None
+        snapshot = stores.kept.read(kept, values) if have[generation.process] is not None else None
+        return _assembled(generation, snapshot, have, values)
+    if newest_on_disk < 0:
         return None
-    snapshot = None
-    if generation.process == 0:
-        snapshot = next((found for store in stores if (found := store.newest(values)) is not None), None)
-    if not any(generation.post(snapshot is not None)):
-        return None
-    have = [None] * generation.num_processes
-    return _assembled(generation, snapshot, [Have(1, None), *have[1:]], values)
+    assert stores.checkpoints is not None
+    snapshot = stores.checkpoints.newest(values) if generation.process == 0 else None
+    return _assembled(generation, snapshot, [Have(1, None), *[None] * (generation.num_processes - 1)], values)
+
+
+def _newest_kept(generation: Generation, kept: KeptCommits) -> tuple[CommitId | None, list[Have | None]]:
+    """The newest commit whose parts are all in memory of launchers, and what each process can read of it."""
+    is_first = Layout.of_launcher(generation.num_processes).is_first(generation.process)
+    posted = generation.post([[*each] for each in kept.commits().items()] if is_first else [])
+    of_process = [{CommitId(*commit): Have(*have) for commit, have in each} for each in posted]
+    for commit in sorted({commit for each in of_process for commit in each}, reverse=True):
+        have = [each.get(commit) for each in of_process]
+        if not _lost(have):
+            return commit, have
+    return None, []
 
 
 def _lost(have: Sequence[Have | None]) -> list[int]:

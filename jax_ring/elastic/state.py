@@ -10,7 +10,8 @@ from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import KeptCommits
-from jax_ring.elastic.restore import restore
+from jax_ring.elastic.layout import Layout
+from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
 from jax_ring.elastic.spares import Place
 from jax_ring.options import check_choice
@@ -39,7 +40,8 @@ class State:
       every: every how many commits one is written.
       keep: where commits are: "process", in the memory of the processes, or "host", in that of the launcher as well, so
         that the job goes on from the last one when all its processes are lost. Process 0 then copies what is the same
-        in all processes once more, and each its part of divided leaves. No effect without a launcher.
+        in all processes once more, and each its part of divided leaves. With several hosts, a process of each host
+        copies what is the same, and parts have a copy on another host. No effect without a launcher.
       trees: the state.
 
     Raises:
@@ -91,10 +93,15 @@ class State:
         """The number of commits of this job; restoring one sets it back."""
         return self._snapshots[-1].number if self._snapshots else 0
 
+    @property
+    def outlives_processes(self) -> bool:
+        """Whether a job goes on from its commits when all processes have ended."""
+        return self._kept is not None or self._checkpoints is not None
+
     def commit(self) -> None:
         """Copies the state to host memory, from which the job goes on when a process is lost.
 
-        All processes call it at the same points. Each copies its part of divided leaves, and its neighbor's. It waits
+        All processes call it at the same points. Each copies its part of divided leaves, and that of another. It waits
         for the state and the other processes. If members are to change, it does not return: `run` enters its function
         anew.
 
@@ -115,7 +122,8 @@ class State:
         snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
         self._keep(snapshot)
         if self._kept is not None:
-            self._kept.write(snapshot, generation.process, generation.number)
+            layout = Layout.of_launcher(generation.num_processes)
+            self._kept.write(snapshot, generation.process, generation.number, layout)
         if whole is not None:
             assert self._checkpoints is not None
             self._checkpoints.write(whole)
@@ -128,9 +136,12 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
-        # Of the two, the launcher's is never the older one.
-        stores = [store for store in (self._kept, self._checkpoints) if store is not None]
+        stores = Stores(self._kept, self._checkpoints)
         restored = restore(generation, self._place, self._snapshots, self._values, stores)
+        layout = Layout.of_launcher(generation.num_processes)
+        if self._kept is not None and layout.has_several_hosts and restored.snapshot.number:
+            # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
+            self._kept.write(restored.snapshot, generation.process, generation.number, layout)
         # Every leaf is complete here, so another process may be lost before the next commit.
         self.__dict__.update(
             _snapshots=[restored.snapshot],
@@ -177,15 +188,15 @@ def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
 def _with_others(
     generation: Generation, snapshot: Snapshot, *, whole_in_first: bool
 ) -> tuple[Snapshot, Snapshot | None]:
-    """A commit with the neighbor's parts; in process 0, on request, a whole one."""
+    """A commit with the parts that this process keeps for others; in process 0, on request, a whole one."""
     process, count = generation.process, generation.num_processes
     if snapshot.held is None or count == 1:
         return snapshot, (snapshot.whole() if whole_in_first and process == 0 else None)
-    neighbor = (process - 1) % count
+    kept = Layout.of_launcher(count).kept_by(process)
     everything = whole_in_first and process == 0
     sizes = [snapshot.num_bytes(p) for p in range(count)]
     received = generation.exchange.gather(
-        snapshot.packed(process), sizes, [p for p in range(count) if p != process and (everything or p == neighbor)]
+        snapshot.packed(process), sizes, [p for p in range(count) if p != process and (everything or p in kept)]
     )
     whole = snapshot.with_parts(received).whole() if everything else None
-    return snapshot.with_parts({neighbor: received[neighbor]}), whole
+    return snapshot.with_parts({p: received[p] for p in kept}), whole

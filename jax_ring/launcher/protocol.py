@@ -17,6 +17,7 @@ PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a 
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
 JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
+HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each host's first process
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from jax_ring.elastic.kept import KeptCommits
+from jax_ring.elastic.layout import Layout
+from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot
 from jax_ring.launcher import environment
 from jax_ring.launcher.protocol import KEPT_VARIABLE, RESTART_VARIABLE
 
+ONE_HOST = Layout((0,), 2)
 BOXES = ((((0, 1),), ((3, 4),)), (((1, 3),),))  # of two processes
 
 
@@ -37,12 +40,27 @@ def commit(files, process, number, *, slot=None, generation=0, divided=True):
         parts = [whole[begin:end] for ((begin, end),) in BOXES[process]]
         leaves = [Divided(whole.shape, whole.dtype, BOXES, {process: parts}) if x is leaves[1] else x for x in leaves]
     snapshot = Snapshot(number, structure, leaves, 2, (process,) if divided else None)
-    KeptCommits(files, process if slot is None else slot).write(snapshot, process, generation)
+    KeptCommits(files, process if slot is None else slot).write(snapshot, process, generation, ONE_HOST)
+
+
+class Alone:
+    """The generation of a process that is started when all others are lost."""
+
+    process, num_processes = 0, 1
+    exchange = None
+
+    def post(self, own):
+        return [own]
+
+
+def newest(files, divided=True, **others):
+    """What a job goes on from."""
+    state = values(0, divided) | others
+    return restore(Alone(), None, [], state, Stores(KeptCommits(files, 0), None)).snapshot
 
 
 def assert_newest(files, number, divided=True):
-    found = KeptCommits(files, 0).newest(values(0, divided))
-    assert found is not None
+    found = newest(files, divided)
     assert (found.number, found.held) == (number, None)
     expected = values(number, divided)
     for name, leaf in found.trees().items():
@@ -51,7 +69,7 @@ def assert_newest(files, number, divided=True):
 
 
 def test_nothing_is_kept_at_the_beginning(files):
-    assert KeptCommits(files, 0).newest(values(0)) is None
+    assert newest(files).number == 0
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -60,6 +78,41 @@ def test_the_newest(files, divided):
         for process in (0, 1):
             commit(files, process, number, divided=divided)
         assert_newest(files, number, divided)
+
+
+def test_a_first_commit_that_a_process_has_not_made(files):
+    commit(files, 0, 1)
+    assert newest(files).number == 0
+
+
+def test_parts_that_are_gone(files):
+    commit(files, 0, 6)
+    commit(files, 0, 7)
+    with pytest.raises(RuntimeError, match=r"parts of commit 7 and the one before are lost.*no directory was given"):
+        newest(files)
+
+
+def test_on_several_hosts_any_may_be_lost():
+    """Three processes on hosts of two, and one: each has what is not divided, and copies of the other's parts."""
+    layout = Layout((0, 2), 3)
+    assert [layout.keeper(owner) for owner in range(3)] == [2, 2, 0]
+    assert [layout.kept_by(process) for process in range(3)] == [[2], [], [0, 1]]
+    whole = np.arange(6.0)
+    boxes = tuple((((2 * p, 2 * p + 2),),) for p in range(3))
+    hosts = [environment.kept_files(2), environment.kept_files(1)]
+    for process, (host, slot) in enumerate([(0, 0), (0, 1), (1, 0)]):
+        parts = {p: [whole[2 * p : 2 * p + 2]] for p in (process, *layout.kept_by(process))}
+        leaves, structure = jax.tree.flatten({"m": 0, "step": 5})
+        leaves[0] = Divided(whole.shape, whole.dtype, boxes, parts)
+        snapshot = Snapshot(5, structure, leaves, 3, tuple(sorted(parts)))
+        KeptCommits(hosts[host], slot).write(snapshot, process, 0, layout)
+    for files in hosts:
+        stores = Stores(KeptCommits(files, 0), None)
+        found = restore(Alone(), None, [], {"m": whole * 0, "step": 0}, stores).snapshot
+        assert found.number == 5
+        np.testing.assert_array_equal(found.trees()["m"], whole)
+        for file in files:
+            os.close(file)
 
 
 def test_one_that_a_process_has_not_made_is_not_taken(files):
@@ -113,7 +166,7 @@ def test_a_process_that_dies_while_it_writes(files, monkeypatch):
 def test_a_larger_commit_leaves_nothing_of_itself(files):
     commit(files, 0, 2, divided=False)
     snapshot = Snapshot.of({"w": np.ones(10_000)}, 4, 0, 1)
-    KeptCommits(files, 0).write(snapshot, 0, 0)
+    KeptCommits(files, 0).write(snapshot, 0, 0, ONE_HOST)
     commit(files, 0, 6, divided=False)
     assert os.fstat(files[0]).st_size < 10_000
     assert_newest(files, 6, divided=False)
@@ -122,7 +175,7 @@ def test_a_larger_commit_leaves_nothing_of_itself(files):
 def test_another_state_is_refused(files):
     commit(files, 0, 2, divided=False)
     with pytest.raises(RuntimeError, match=r"other leaves than that of process 0: \['other'\]"):
-        KeptCommits(files, 0).newest({**values(0), "other": 1})
+        newest(files, divided=False, other=1)
 
 
 def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):

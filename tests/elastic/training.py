@@ -1,6 +1,6 @@
 """A training that tests run under the launcher: prints a digest of its result, which no fault may change.
 
-    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER] [--keep host]
+    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER] [--keep host] [--pause SECONDS]
 
 FAULTS is a JSON object: by the launcher's number of a process, the step after which it fails, and how. A leaf of the
 state is divided over the ranks, as a sharded optimizer does it. Every process prints the times of what happens.
@@ -98,6 +98,7 @@ def main():
     parser.add_argument("--wait-for", type=int, default=0, help="how many processes there are to be at the end")
     parser.add_argument("--directory")
     parser.add_argument("--keep", default="process")
+    parser.add_argument("--pause", type=float, default=0, help="before each step")
     parser.add_argument("--use-dead-array", action="store_true")
     options = parser.parse_args()
     if "JAX_RING_CONTROL" in os.environ:
@@ -121,6 +122,7 @@ def main():
         momentum = on(mesh, P("data"), state.momentum)
         entered = state.step
         while state.step < options.steps:
+            time.sleep(options.pause)
             x, y = batch(state.step)
             params, momentum = step(params, momentum, on(mesh, P("data"), x), on(mesh, P("data"), y))
             state.params, state.momentum, state.step = params, momentum, state.step + 1
