@@ -27,10 +27,13 @@ class Options:
       log_dir: for a file of output per process, if given.
       watch: for a step, or an execution of a program that is not edited; None without.
       on_stuck: what to do after that, if given: "report", or "end" the job as well.
-      nnodes: the number of hosts.
-      node_rank: this host's index.
-      coordinator: host:port where host 0's launcher listens to the others.
+      nnodes: the number of hosts; if they may come and go, the largest one.
+      min_nodes: if hosts may come and go, how many are enough; else 0.
+      node_rank: this host's index, if given.
+      coordinators: where launchers listen to the others, in the order in which they may lead: (host, port).
       node_timeout: for hosts to find each other, at the start and after a failure.
+      join_timeout: at the start, for more hosts than are enough.
+      heartbeat_timeout: how long a host that comes and goes may be silent.
     """
 
     command: tuple[str, ...]
@@ -48,9 +51,12 @@ class Options:
     watch: float | None = None
     on_stuck: str | None = None
     nnodes: int = 1
-    node_rank: int = 0
-    coordinator: tuple[str, int] = ("127.0.0.1", 0)
+    min_nodes: int = 0
+    node_rank: int | None = 0
+    coordinators: tuple[tuple[str, int], ...] = ()
     node_timeout: float = 300.0
+    join_timeout: float = 30.0
+    heartbeat_timeout: float = 20.0
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> Options:
@@ -99,64 +105,90 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         help="what to do then: report alone, or end the job as a failure, from which --max-restarts and elastic jobs "
         "go on (default: report, or what the script gives jax_ring.watch)",
     )  # fmt: skip
-    parser.add_argument("--nnodes", type=int, default=1, metavar="COUNT", help="number of hosts (default: %(default)s)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="INDEX", help="index of this host, from 0")
     parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where host 0 can be reached, and a port for its launcher"
+        "--nnodes", default="1", metavar="COUNT | MIN:MAX",
+        help="number of hosts (default: %(default)s); with MIN hosts may come and go, as long as MIN are there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--node-rank", type=int, metavar="INDEX", help="index of this host, from 0; with MIN:MAX it may be left out"
     )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT[,...]",
+        help="where host 0 can be reached, and a port for its launcher; with MIN:MAX several hosts, in the order in "
+        "which their launchers may lead",
+    )  # fmt: skip
     add_seconds("node_timeout", "time that the launchers of all hosts have to find each other")
+    add_seconds("join_timeout", "with MIN:MAX, time that more than MIN hosts have to be there at the start")
+    add_seconds("heartbeat_timeout", "with MIN:MAX, the others go on without a host that is silent for so long")
     parser.add_argument("script", help="a Python file; a module after -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     rest.required = False  # else argparse lists them among the missing ones
     given = parser.parse_args(arguments)
 
-    fewest, most = _process_counts(parser, given.processes)
-    for flag in ("devices", "nnodes"):
-        value = getattr(given, flag)
-        if value is not None and value < 1:
-            parser.error(f"--{flag} must be at least 1, got {value}")
+    fewest, most = _counts(parser, "-n", given.processes)
+    min_nodes, nnodes = _counts(parser, "--nnodes", given.nnodes)
+    if given.devices is not None and given.devices < 1:
+        parser.error(f"--devices must be at least 1, got {given.devices}")
     if given.max_restarts < 0:
         parser.error(f"--max-restarts must be at least 0, got {given.max_restarts}")
-    for flag in ("grace", "failure_grace", "leave_timeout", "backoff", "node_timeout"):
+    for flag in ("grace", "failure_grace", "leave_timeout", "backoff", "node_timeout", "join_timeout"):
         if not getattr(given, flag) >= 0:
             parser.error(f"--{flag.replace('_', '-')} must be a number of seconds, got {getattr(given, flag)}")
     if given.watch is not None and not given.watch > 0:
         parser.error(f"--watch must be a positive number of seconds, got {given.watch}")
+    if not given.heartbeat_timeout > 0:
+        parser.error(f"--heartbeat-timeout must be a positive number of seconds, got {given.heartbeat_timeout}")
+    comes_and_goes = ":" in given.nnodes
     _check_program(parser, given.script, given.module)
     as_given = (
         "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
-        "on_stuck", "nnodes", "node_rank", "node_timeout",
+        "on_stuck", "node_timeout", "join_timeout", "heartbeat_timeout",
     )  # fmt: skip
     return Options(
         command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,
-        coordinator=_coordinator(parser, given), **{name: getattr(given, name) for name in as_given},
+        nnodes=nnodes, min_nodes=min_nodes if comes_and_goes else 0,
+        node_rank=given.node_rank if comes_and_goes else given.node_rank or 0,
+        coordinators=_coordinators(parser, given, nnodes, comes_and_goes),
+        **{name: getattr(given, name) for name in as_given},
     )  # fmt: skip
 
 
-def _process_counts(parser: argparse.ArgumentParser, text: str) -> tuple[int, int]:
+def _counts(parser: argparse.ArgumentParser, flag: str, text: str) -> tuple[int, int]:
     fewest, _, most = text.rpartition(":")
     try:
         counts = int(fewest or most), int(most)
     except ValueError:
-        parser.error(f"-n must be a number or MIN:MAX, as in 3:4; got {text}")
+        parser.error(f"{flag} must be a number or MIN:MAX, as in 3:4; got {text}")
     if min(counts) < 1:
-        parser.error(f"-n must be at least 1, got {text}")
+        parser.error(f"{flag} must be at least 1, got {text}")
     if counts[0] > counts[1]:
-        parser.error(f"-n MIN:MAX needs MIN <= MAX, got {text}")
+        parser.error(f"{flag} MIN:MAX needs MIN <= MAX, got {text}")
     return counts
 
 
-def _coordinator(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, int]:
-    if given.nnodes == 1 and given.node_rank == 0:
+def _coordinators(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, nnodes: int, comes_and_goes: bool
+) -> tuple[tuple[str, int], ...]:
+    if nnodes == 1 and not comes_and_goes and not given.node_rank:
         if given.coordinator:
             parser.error("--coordinator is for several hosts: give --nnodes as well")
-        return ("127.0.0.1", 0)
-    if not 0 <= given.node_rank < given.nnodes:
-        parser.error(f"--node-rank must be from 0 to {given.nnodes - 1} with --nnodes {given.nnodes}")
-    host, _, port = (given.coordinator or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        parser.error(f"--nnodes {given.nnodes} needs --coordinator HOST:PORT, got {given.coordinator}")
-    return (host.strip("[]"), int(port))
+        return ()
+    if given.node_rank is not None and not 0 <= given.node_rank < nnodes:
+        parser.error(f"--node-rank must be from 0 to {nnodes - 1} with --nnodes {given.nnodes}, got {given.node_rank}")
+    addresses = []
+    for text in (given.coordinator or "").split(","):
+        host, _, port = text.strip().rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            parser.error(f"--nnodes {given.nnodes} needs --coordinator HOST:PORT, got {given.coordinator}")
+        addresses.append((host.strip("[]"), int(port)))
+    if len(addresses) > 1 and not comes_and_goes:
+        parser.error(
+            f"--coordinator takes several addresses with --nnodes MIN:MAX, where another launcher may lead; got "
+            f"{given.coordinator} and --nnodes {given.nnodes}"
+        )
+    if len(set(addresses)) < len(addresses):
+        parser.error(f"--coordinator has an address twice: {given.coordinator}")
+    return tuple(addresses)
 
 
 def _check_program(parser: argparse.ArgumentParser, script: str, is_module: bool) -> None:

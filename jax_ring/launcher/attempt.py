@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.elastic.supervisor import Elastic
-from jax_ring.launcher.failures import Failure, Failures, from_report, from_status
+from jax_ring.launcher.elastic_hosts.leaving import Leaving
+from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
 from jax_ring.launcher.watching.page import Page
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
       first: index of this host's first process.
       num_processes: of all hosts.
       coordinator: host:port of the coordination service.
+      hosts: the index of each host's first process, if hosts come and go.
     """
 
     restart: int
@@ -34,6 +36,7 @@ class Plan(NamedTuple):
     first: int
     num_processes: int
     coordinator: str
+    hosts: tuple[int, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -66,6 +69,7 @@ class Attempt:
         self._failures = Failures()
         self._elastic: Elastic | None = None
         self._watcher = Watcher(shared, self._processes)
+        self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
         self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -109,7 +113,7 @@ class Attempt:
         queue = self._shared.queue
         for _ in range(queue.qsize()):
             event = queue.get_nowait()
-            if isinstance(event, events.Signalled | events.RemoteStop | events.RemoteEnd):
+            if isinstance(event, events.Signalled | events.RemoteStop | events.RemotePending | events.RemoteEnd):
                 queue.put_nowait(event)
 
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
@@ -118,8 +122,8 @@ class Attempt:
         member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
         variables = environment.variables(
             member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
-            socket_name=self._shared.server.name, kept=self._shared.kept, joins=joins,
             page=process.page.file, watches=self._options.watch is not None,
+            socket_name=self._shared.server.name, kept=self._shared.kept, hosts=self._plan.hosts, joins=joins,
         )  # fmt: skip
         try:
             process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
@@ -145,6 +149,12 @@ class Attempt:
                     return await self._stop(signum)
                 case events.RemoteStop(signum, grace, why):
                     return await self._terminate(signum, grace, why)
+                case events.RemotePending() if self._leaving is not None:
+                    self._leaving.change_pending(self._running())
+                case events.RemoteLeft(why):
+                    if not self._failures:
+                        self._failures.add(-1, Failure("generation", NO_RANK, f"{self._plan.restart} has ended: {why}"))
+                    return await self._terminate(signal.SIGKILL, self._options.failure_grace, why)
                 case events.RemoteEnd(status):
                     return Outcome(status, is_ended=True)
                 case events.Exited(number):
@@ -266,9 +276,15 @@ class Attempt:
             else:
                 self._remind_of_cause()
             return
+        if self._leaving is not None:
+            self._leaving.asked(process, message, answer, self._running())
+            return
         if message.get("do") == "enlist" and self._elastic is None:
             if self._options.nnodes > 1:
-                answer({"error": f"elastic jobs run on one host, and this one has --nnodes {self._options.nnodes}"})
+                nnodes = self._options.nnodes
+                answer(
+                    {"error": f"elastic jobs on several hosts need --nnodes MIN:MAX; this one has --nnodes {nnodes}"}
+                )
                 return
             elastic = Elastic(self._shared, list(self._processes.values()), self._start, self._later)
             elastic.asked(process, message, answer)

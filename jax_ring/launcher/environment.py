@@ -37,6 +37,7 @@ def variables(
     kept: Sequence[int],
     page: int,
     watches: bool = False,
+    hosts: Sequence[int] = (),
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
@@ -52,11 +53,12 @@ def variables(
       kept: the files that all processes inherit for their commits.
       page: the file in which it notes its steps.
       watches: whether executions are noted in a program that has no steps.
+      hosts: the index of each host's first process, if hosts come and go.
       joins: whether it takes the place of another process of an elastic job.
       outer: the environment of the launcher.
     """
     result = dict(outer)
-    for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE):
+    for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):
         result.pop(name, None)
     result |= member.variables()
     result |= {
@@ -68,6 +70,8 @@ def variables(
     }
     if watches:
         result[protocol.WATCH_VARIABLE] = "1"
+    if hosts:
+        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, hosts))
     if joins:
         result[protocol.JOIN_VARIABLE] = "1"
     if (ids := _device_ids(slot, devices, outer)) is not None:

@@ -73,6 +73,28 @@ class RemoteStop(NamedTuple):
     reason: str
 
 
+class RemoteBegin(NamedTuple):
+    """The leading launcher starts an attempt: the processes of this host, its index, and the plan that all share."""
+
+    restart: int
+    processes: int
+    node: int
+    firsts: tuple[int, ...]
+    total: int
+    coordinator: str
+    restarts: int
+
+
+class RemotePending(NamedTuple):
+    """Other hosts are to take part: the processes leave at their next commit."""
+
+
+class RemoteLeft(NamedTuple):
+    """All processes have left, or should have: others are started in their place."""
+
+    reason: str
+
+
 class RemoteEnd(NamedTuple):
     status: int
     reason: str
@@ -89,6 +111,9 @@ Event = (
     | RemoteFailed
     | RemoteChanged
     | RemoteStart
+    | RemoteBegin
+    | RemotePending
+    | RemoteLeft
     | RemoteStop
     | RemoteEnd
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Iterator
+from typing import Any
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
@@ -145,7 +146,7 @@ class Job:
             for event in others:
                 self._queue.put_nowait(event)
 
-    async def _within(self, waiting: Awaitable[None], seconds: float | None) -> tuple[int | None, bool]:
+    async def _within(self, waiting: Awaitable[Any], seconds: float | None) -> tuple[int | None, bool]:
         """Waits for something; returns a signal received meanwhile, and whether it happened."""
         task = asyncio.ensure_future(waiting)
         signals = asyncio.create_task(self._signal_within(seconds))
@@ -154,6 +155,7 @@ class Job:
         signum = None if is_done else signals.result()
         task.cancel()
         signals.cancel()
+        await asyncio.wait({task, signals})  # the events that it holds are queued again
         return signum, is_done
 
     async def _drained(self, outcome: Outcome) -> int:

@@ -52,3 +52,9 @@ class Remote:
 
     def tell_success(self) -> None:
         """Tells host 0 that this host's processes have exited with status 0."""
+
+    def tell_left(self, is_all: bool, reason: str) -> None:
+        """Tells the launcher that leads that a process has left its generation, or all of this host have."""
+
+    def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
+        """Tells it what the processes have asked for."""

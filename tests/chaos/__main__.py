@@ -18,12 +18,13 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
+import coming_hosts  # noqa: E402
 import faults  # noqa: E402
 import launched_jobs  # noqa: E402
 import networks  # noqa: E402
 from trial import Outcome, Trial, Unexpected  # noqa: E402
 
-SCENARIOS = {f.__name__: f for module in (faults, launched_jobs, networks) for f in module.SCENARIOS}
+SCENARIOS = {f.__name__: f for module in (faults, launched_jobs, networks, coming_hosts) for f in module.SCENARIOS}
 _PRIVATE = "JAX_RING_CHAOS_PRIVATE"
 
 

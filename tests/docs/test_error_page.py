@@ -49,6 +49,8 @@ STRINGS_WITHOUT = {  # by their beginnings
         "jax_ring.launch: …", "in the device's program", "in a callback of the device's", "ranks that have exited",
         "or in the launch of", "; has not come to", "; has launched no", "; has completed what", "; its threads do not",
         "last call of jax_ring", "the last … steps, medians", "…, which XLA serves between hosts, waits",
+        "not heard of yet", "silent, or cannot be reached", "with … processes (min_processes)",
+        "--nnodes {}:{} and", "commit … and the one before", "Of its processes … and those", "The hosts that had them",
     ],
     "names, expressions to search with, and what is sent between processes": [
         "python -m jax_ring", "\\b(DEADLINE_EXCEEDED|", "Gloo|", "Gloo |",
@@ -58,6 +60,7 @@ STRINGS_WITHOUT = {  # by their beginnings
     "the help of the launcher": [
         "the wait before the first restart", "time that processes have", "time that the other processes have",
         "time that a process of an elastic job has", "time that the launchers of all hosts have",
+        "with MIN:MAX, time that more than MIN", "with MIN:MAX, the others go on",
     ],
     "checks of what jax_ring itself passes on": [
         "prctl(PR_SET_PDEATHSIG) failed", "call enlist() first", "unknown request", "not reached",

@@ -101,7 +101,7 @@ except RuntimeError as error:
 """
     for status, out, err in ends(hosts(text.replace("CONTROL", repr(protocol.__file__)), [1, 1])):
         assert status == 0, err
-        assert out[0].endswith("elastic jobs run on one host, and this one has --nnodes 2")
+        assert out[0].endswith("elastic jobs on several hosts need --nnodes MIN:MAX; this one has --nnodes 2")
 
 
 def test_hosts_that_do_not_come(hosts):

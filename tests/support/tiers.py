@@ -68,6 +68,8 @@ FULL = [
     "launcher/test_launch_members.py::test_(only_the_time_since|one_that_dies_before|a_stopped_member_that_nobody)",
     "launcher/test_launch_restarts.py::test_the_death_of",
     "launcher/test_launch_watch.py::test_a_(program|call)",
+    "launcher/test_elastic_hosts.py::test_(a_stopped|one_of_two)",
+    "launcher/test_schedulers.py",
     "inspect/test_flight_recorder.py::test_it_can_be_turned_off",
     "cuda/test_gpu_check.py::test_a_part_that_hangs",
     "lowering/test_barrier.py::test_(groups_may_make|programs_that_depend)",
@@ -103,7 +105,7 @@ FULL = [
     "replicas/test_sentinel.py::test_all_ranks_of_all_processes",
     "package/test_pytest_plugin.py::test_(lax_is_replaced|the_body_runs|the_rank_that|faults|stops_and_delays|hangs|stacks)",
     "package/test_tiers.py::test_which_tests_a_command_runs",
-    "chaos/test_scenarios.py::test_scenario",
+    "chaos/test_(scenarios.py::test_scenario|hosts_come_and_go)",
     # Programs in processes of their own, compiled with LLVM's optimizations.
     "programs/test_example.py",
     "programs/test_benchmarks.py::test_(against|allreduce|loops|lowering|peers|picture|processes|reduction|scaling|train|wire)",

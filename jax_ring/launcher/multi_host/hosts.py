@@ -7,6 +7,7 @@ from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Outcome, Plan
 from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import Hub, Spoke
 
@@ -17,7 +18,7 @@ class FirstHost(Job):
     async def _attempts(self) -> Outcome:
         options, log = self._options, self._output.log
         self._hub = Hub(options.nnodes, self._queue)
-        host, port = options.coordinator
+        host, port = options.coordinators[0]
         try:
             await self._hub.start(host, port)
         except OSError as error:
@@ -50,7 +51,7 @@ class FirstHost(Job):
 
     async def _try_on_all(self, restart: int) -> Outcome:
         options = self._options
-        host = options.coordinator[0]
+        host = options.coordinators[0][0]
         with environment.reserved_port(host) as port:
             coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             service = Service(self._output)
@@ -72,8 +73,9 @@ class OtherHost(Job):
 
     async def _attempts(self) -> Outcome:
         options, log = self._options, self._output.log
+        assert options.node_rank is not None
         self._spoke = Spoke(options.node_rank, self._queue)
-        host, port = options.coordinator
+        host, port = options.coordinators[0]
         connecting = self._spoke.connect(host, port, options.nnodes, options.processes)
         signum, is_there = await self._within(connecting, options.node_timeout)
         if signum is not None:
@@ -107,6 +109,8 @@ class OtherHost(Job):
 
 
 def job(options: Options) -> Job:
+    if options.min_nodes:
+        return ElasticHost(options)
     if options.nnodes == 1:
         return Job(options)
     return OtherHost(options) if options.node_rank else FirstHost(options)

@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import signal
+import time
 from typing import Any
 
 from jax_ring.launcher import events
@@ -15,16 +17,31 @@ from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
 
-# Each side sends a sign of life every _ALIVE_SECONDS, and gives the other up after SILENCE_SECONDS without one.
-_ALIVE_SECONDS = 2.0
+# After so long without a sign of life, a side gives the other up. It sends one ten times as often.
 SILENCE_SECONDS = 20.0
 _RETRY_SECONDS = 0.2
 
 
 class Link:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    """A connection of two launchers.
+
+    Attributes:
+      heard: when the other side was heard last, by `time.monotonic()` here.
+      acknowledged: when this side sent the last sign of life that the other side is known to have got.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float = SILENCE_SECONDS
+    ) -> None:
+        self._reader, self._writer, self._silence = reader, writer, silence
+        self.heard, self.acknowledged = time.monotonic(), -math.inf
+        self.is_silent = False
+        self._others_time: float | None = None  # in its last sign of life
         self._beat = asyncio.create_task(self._beats())
+
+    @property
+    def own_address(self) -> str:
+        return self._writer.get_extra_info("sockname")[0]
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message without blocking, or drops it if the other side has gone."""
@@ -35,13 +52,23 @@ class Link:
         """The next message; None if the other side has gone or is silent."""
         while True:
             try:
-                async with asyncio.timeout(SILENCE_SECONDS):
+                async with asyncio.timeout(self._silence):
                     line = await self._reader.readline()
                 message = json.loads(line) if line else None
-            except (TimeoutError, OSError, ValueError):
+            except (TimeoutError, OSError, ValueError) as error:
+                self.is_silent = isinstance(error, TimeoutError)
                 return None
-            if message != {}:
+            if message is None:
+                return None
+            self.heard = time.monotonic()
+            if "alive" not in message:
                 return message
+            is_first = self._others_time is None
+            self._others_time, echo = message["alive"]
+            if echo is not None:
+                self.acknowledged = echo
+            if is_first:
+                self._send_alive()
 
     async def close(self) -> None:
         """Closes the connection behind what was sent."""
@@ -51,10 +78,18 @@ class Link:
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
 
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self._beat.cancel()
+        self._writer.transport.abort()
+
     async def _beats(self) -> None:
         while True:
-            self.send({})
-            await asyncio.sleep(_ALIVE_SECONDS)
+            self._send_alive()
+            await asyncio.sleep(self._silence / 10)
+
+    def _send_alive(self) -> None:
+        self.send({"alive": [time.monotonic(), self._others_time]})
 
 
 class Hub(Remote):

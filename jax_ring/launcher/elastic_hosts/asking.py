@@ -1,0 +1,106 @@
+"""How launchers find each other: each answers who it is, and whether it leads."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jax_ring.launcher.multi_host.links import Link
+
+LEADS, FOLLOWS, SEARCHES = "leads", "follows", "searches"
+_SECONDS = 1.0  # for an answer
+
+
+class Answer(NamedTuple):
+    """Of one launcher.
+
+    Attributes:
+      id: random.
+      state: LEADS, FOLLOWS or SEARCHES.
+      number: of the last group that it knows to have started.
+      runs: whether it leads one that runs.
+    """
+
+    id: str
+    state: str
+    number: int
+    runs: bool
+
+
+class Refused(NamedTuple):
+    """Nobody listens at an address of a machine that is there."""
+
+
+Found = dict[str, Answer | Refused]  # by address
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def ask(addresses: Iterable[str], silence: float) -> Found:
+    """What listens at these addresses; without those that are silent."""
+    addresses = tuple(addresses)
+    found = await asyncio.gather(*(_ask(address, silence) for address in addresses))
+    return {address: each for address, each in zip(addresses, found, strict=True) if each is not None}
+
+
+async def connected(address: str, silence: float) -> Link:
+    """A connection to a launcher.
+
+    Raises:
+      OSError: if there is none.
+    """
+    async with asyncio.timeout(_SECONDS):
+        return Link(*await asyncio.open_connection(*split(address)), silence)
+
+
+async def _ask(address: str, silence: float) -> Answer | Refused | None:
+    try:
+        link = await connected(address, silence)
+    except ConnectionRefusedError:
+        return Refused()
+    except OSError:
+        return None
+    try:
+        link.send({"ask": True})
+        async with asyncio.timeout(_SECONDS):
+            message = await link.receive()
+        return None if message is None else Answer(*message["answer"])
+    except (TimeoutError, KeyError, TypeError):
+        return None
+    finally:
+        link.abort()
+
+
+def best_leader(found: Found, order: list[str]) -> str | None:
+    """The address of the launcher to follow, of those that lead.
+
+    order: addresses; earlier ones are preferred.
+    """
+    leaders = [address for address, each in found.items() if isinstance(each, Answer) and each.state == LEADS]
+    return max(leaders, key=lambda address: _rank(found[address], address, order), default=None)
+
+
+def is_better(address: str, found: Found, own: Answer, own_address: str, order: list[str]) -> bool:
+    """Whether the launcher there is to lead rather than this one."""
+    return _rank(found[address], address, order) > _rank(own, own_address, order)
+
+
+def _rank(answer: Answer | Refused, address: str, order: list[str]) -> tuple[int, bool, int]:
+    assert isinstance(answer, Answer)
+    return answer.number, answer.runs, -order.index(address) if address in order else -len(order)
+
+
+async def serve(link: Link, answer: Answer) -> None:
+    """Answers `ask`."""
+    link.send({"answer": answer})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SECONDS):
+            await link.receive()  # until the other side has it
+    link.abort()

@@ -1,0 +1,104 @@
+"""Which hosts may go on: what launchers have agreed on, and who is left of it. Without sockets or clocks.
+
+A leader proposes a group with the next number to all its hosts, and starts it when all have accepted. Two groups that
+cannot reach each other never both start: both would need some of the hosts of the last group.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Host(NamedTuple):
+    """A launcher in a group.
+
+    Attributes:
+      id: random, of one launcher: one that is started again has another.
+      address: host:port where it listens.
+      processes: that it starts.
+    """
+
+    id: str
+    address: str
+    processes: int
+
+
+class Group(NamedTuple):
+    """The hosts of a generation, those that were there before first. Number 0 is for the beginning."""
+
+    number: int
+    hosts: tuple[Host, ...]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(host.id for host in self.hosts)
+
+    def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
+        """Whether hosts with these ids are enough of the group for a next one.
+
+        More than half of them, or half with the first. One of two needs to know of the other that it has ended, or for
+        the first that it has been silent for so long that it cannot think so itself.
+
+        gone: by id, what this host knows to be gone.
+        """
+        here = [host for host in self.ids if host in present]
+        if len(self.hosts) == 2 and len(here) == 1 and self.number:
+            return not set(self.ids) - {here[0]} - set(gone.get(here[0], ()))
+        return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) and self.ids[0] in here)
+
+    @classmethod
+    def of_message(cls, message: Sequence[Any]) -> "Group":
+        number, hosts = message
+        return cls(number, tuple(Host(*host) for host in hosts))
+
+
+def at_the_beginning(addresses: Sequence[str]) -> Group:
+    """The group before the first, of the launchers that may lead; their addresses stand for ids."""
+    return Group(0, tuple(Host(address, address, 0) for address in addresses))
+
+
+class Register:
+    """What one launcher has agreed to.
+
+    Attributes:
+      started: the last group that it knows to have started.
+      accepted: later ones, of which it does not know whether they have started.
+    """
+
+    def __init__(self, beginning: Group) -> None:
+        self.started = beginning
+        self.accepted: tuple[Group, ...] = ()
+
+    def learn(self, started: Group, accepted: Collection[Group]) -> None:
+        """Adds what another launcher has agreed to."""
+        if started.number > self.started.number:
+            self.started = started
+        later = {group for group in (*self.accepted, *accepted) if group.number > self.started.number}
+        self.accepted = tuple(sorted(later))
+
+    def next_number(self) -> int:
+        return max(group.number for group in (self.started, *self.accepted)) + 1
+
+    def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
+        """Whether these hosts are enough, whichever of the groups has started last."""
+        return all(group.may_go_on(present, gone) for group in (self.started, *self.accepted))
+
+
+def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, multiple_of: int | None) -> tuple[Host, ...]:
+    """The hosts of the next group: those of the last one first, then others in the order in which they have come.
+
+    multiple_of: a multiple of the number of processes; hosts have fewer then, or are left out. None for any number.
+    """
+    by_id = {host.id: host for host in waiting}
+    old = [by_id[host] for host in before.ids if host in by_id]
+    hosts = [*old, *(host for host in waiting if host not in old)][:most_hosts]
+    if multiple_of is None:
+        return tuple(hosts)
+    total = sum(host.processes for host in hosts)
+    left = max((d for d in range(1, total + 1) if multiple_of % d == 0), default=0)
+    result = []
+    for host in hosts:
+        count = min(left, host.processes)
+        left -= count
+        if count:
+            result.append(host._replace(processes=count))
+    return tuple(result)

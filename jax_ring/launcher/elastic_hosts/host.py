@@ -1,0 +1,355 @@
+"""The launcher of a host that comes and goes: it searches for one that leads and follows it, or leads itself."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from jax_ring.launcher import environment, events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.attempt import Outcome, Plan
+from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.elastic_hosts import asking
+from jax_ring.launcher.elastic_hosts.asking import Answer, Found, Refused
+from jax_ring.launcher.elastic_hosts.evidence import Evidence
+from jax_ring.launcher.elastic_hosts.follower import Follower
+from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
+from jax_ring.launcher.elastic_hosts.leader import Leader
+from jax_ring.launcher.job import Job
+from jax_ring.launcher.multi_host.links import Link
+
+_POLL_SECONDS = 0.2
+# While it gathers hosts, a leader asks others this often whether one of them leads.
+_ASK_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class _SignalledError(Exception):
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class ElasticHost(Job):
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._order = [asking.joined(*address) for address in options.coordinators]
+        self._silence = options.heartbeat_timeout
+        self._regroup = self._silence / 4  # how long hosts of the last group may take to come again
+        self._register = Register(at_the_beginning(self._order))
+        self._evidence = Evidence(self._silence)
+        self._own = Host(secrets.token_hex(8), "", options.processes)
+        self._server: asyncio.Server | None = None
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        self._since = time.monotonic()  # when this host last ran processes
+        self._since_time = time.strftime("%H:%M:%S")
+
+    async def _attempts(self) -> Outcome:
+        try:
+            while True:
+                leader = await self._unless_signalled(self._search(), self._left())
+                outcome = await (self._lead() if leader is None else self._follow(leader))
+                if outcome is not None:
+                    return outcome
+        except _SignalledError as error:
+            return Outcome(128 + error.signum, is_stopped=True)
+        except TimeoutError:
+            self._output.log(f"failed: {self._why_not()}")
+            return Outcome(1)
+        finally:
+            if self._server is not None:
+                self._server.close()
+
+    # ---- Others ------------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Listens at the first address in the order that is this host's, or else at any port."""
+        if self._server is not None and self._own.address in self._order:
+            return
+        server = None
+        for address in self._order:
+            with contextlib.suppress(OSError):
+                server = await asyncio.start_server(self._serve, *asking.split(address))
+                break
+        if server is None:
+            if self._server is not None:
+                return
+            server, address = await asyncio.start_server(self._serve, None, 0), ""
+        if self._server is not None:
+            self._server.close()
+        self._server, self._own = server, self._own._replace(address=address)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer, self._silence)
+        message = await link.receive() or {}
+        if "ask" in message:
+            await asking.serve(link, self._answer())
+        elif "host" in message and self._leader is not None:
+            await self._leader.serve(link, message)
+        else:
+            link.abort()
+
+    def _answer(self) -> Answer:
+        state = asking.LEADS if self._leader else asking.FOLLOWS if self._follower else asking.SEARCHES
+        runs = self._leader is not None and self._leader.group is not None
+        return Answer(self._own.id, state, self._register.started.number, runs)
+
+    async def _ask(self) -> Found:
+        """Asks all that this launcher knows of, and notes who has ended."""
+        hosts = {host for group in self._groups() if group.number for host in group.hosts}
+        addresses = {*self._order, *(host.address for host in hosts)} - {self._own.address}
+        found = await asking.ask(addresses, self._silence)
+        for host in hosts:
+            if host.id == self._own.id:
+                continue
+            answer = found.get(host.address)
+            is_other = isinstance(answer, Answer) and answer.id != host.id
+            is_own = host.address == self._own.address
+            if isinstance(answer, Refused) or is_other or is_own:
+                self._evidence.ended(host.id)
+        return found
+
+    def _groups(self) -> tuple[Group, ...]:
+        return self._register.started, *self._register.accepted
+
+    def _gone(self) -> list[str]:
+        return [host for group in self._groups() for host in self._evidence.gone(self._own.id, group)]
+
+    async def _search(self) -> str | None:
+        """The address of the launcher that leads; None if this one is to."""
+        while True:
+            await self._listen()
+            found = await self._ask()
+            if (leader := asking.best_leader(found, self._order)) is not None:
+                return leader
+            answers = {address: each for address, each in found.items() if isinstance(each, Answer)}
+            if self._own.address in self._order and all(each.state == asking.SEARCHES for each in answers.values()):
+                earlier = self._order[: self._order.index(self._own.address)]
+                if not set(earlier) & set(answers):
+                    return None
+            await asyncio.sleep(_POLL_SECONDS)
+
+    # ---- Leading -----------------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> Outcome | None:
+        """Leads until the job ends; returns None if another launcher is to lead."""
+        self._leader = Leader(self._own, self._options, self._register, self._evidence, self._queue)
+        self._leader.restarts = self._restarts
+        self._output.log(f"this launcher leads, at {self._own.address}")
+        before: tuple[Host, ...] = ()
+        failure = None
+        try:
+            while True:
+                group = await self._unless_signalled(self._formed(self._leader), self._left())
+                if group is None:
+                    return None
+                self._restarts = self._leader.restarts
+                if group.hosts == before and not self._leader.has_lost:
+                    if not self.take_restart():
+                        reason = str(failure or "the processes have left; no restarts are left (--max-restarts)")
+                        self._output.log(f"failed: {reason}")
+                        await self._leader.end(1, reason)
+                        return Outcome(failure.status if failure else 1, failure)
+                    self._leader.restarts = self._restarts
+                    if (stopped := await self._backed_off(failure)) is not None:
+                        return stopped
+                if not self._leader.is_complete(group):
+                    continue
+                outcome = await self._try_on_all(self._leader, group)
+                if outcome.status == 0:
+                    await self._leader.end(0, "")
+                    return outcome
+                if outcome.is_stopped:
+                    return outcome
+                before, failure = group.hosts, outcome.failure
+        except TimeoutError:
+            reason = self._why_not()
+            self._output.log(f"failed: {reason}")
+            await self._leader.end(1, reason)
+            return Outcome(1)
+        finally:
+            self._leader.drop()
+            self._leader = None
+
+    async def _formed(self, leader: Leader) -> Group | None:
+        """Waits for enough hosts, and agrees with them on a group; None if another launcher is to lead."""
+        enough_since = asked = None
+        while True:
+            now = time.monotonic()
+            if asked is None or now - asked > _ASK_SECONDS:
+                found = await self._ask()
+                asked = time.monotonic()
+                better = asking.best_leader(found, self._order)
+                if better and asking.is_better(better, found, self._answer(), self._own.address, self._order):
+                    return None
+            hosts = leader.hosts()
+            if hosts and leader.is_enough(self._gone()):
+                enough_since = enough_since or now
+                waited = time.monotonic() - enough_since
+                if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts, self._regroup)):
+                    return group
+            else:
+                enough_since = None
+            await leader.next_change(_POLL_SECONDS)
+
+    def _is_time(self, leader: Leader, hosts: tuple[Host, ...], waited: float) -> bool:
+        """Whether to start with these hosts, after a wait for others."""
+        last = self._register.started
+        if last.number == 0:
+            return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
+        here = {self._own.id, *leader.guests}
+        return waited >= self._regroup or all(
+            host in here or self._evidence.is_accounted_for(host) for host in last.ids
+        )
+
+    async def _try_on_all(self, leader: Leader, group: Group) -> Outcome:
+        host = asking.split(self._own.address)[0]
+        with environment.reserved_port(host) as port:
+            coordinator = asking.joined(host, port)
+            service = Service(self._output)
+            try:
+                self._forget_all_but_signals()
+                total, firsts = leader.begin(group, coordinator)
+                self._say(group)
+                service.begin(coordinator, total)
+                own = group.ids.index(self._own.id) if self._own.id in group.ids else -1
+                slots = tuple(range(group.hosts[own].processes if own >= 0 else 0))
+                first = firsts[own] if own >= 0 else 0
+                plan = Plan(group.number - 1, slots, first, total, coordinator, tuple(firsts))
+                outcome = (await self._watch(plan, leader)).blamed_on(service.failure())
+                if outcome.status != 0:
+                    # Their launchers end their processes within the same time. Otherwise drop them.
+                    await self._within(leader.stopped(), self._options.failure_grace + self._options.grace)
+                    leader.drop_running()
+                return outcome
+            finally:
+                leader.ended()
+                service.end()
+                self._note_end()
+
+    def _say(self, group: Group) -> None:
+        hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
+        self._output.log(f"generation {group.number - 1}: hosts {hosts}")
+
+    # ---- Following ---------------------------------------------------------------------------------------------------
+
+    async def _follow(self, address: str) -> Outcome | None:
+        """Follows a launcher until the job ends; returns None if that is lost."""
+        self._forget_all_but_signals()
+        try:
+            link = await asking.connected(address, self._silence)
+        except OSError:
+            return None
+        if self._own.address not in self._order:
+            assert self._server is not None
+            port = self._server.sockets[0].getsockname()[1]
+            self._own = self._own._replace(address=asking.joined(link.own_address, port))
+        options = self._options
+        hello = {
+            "host": self._own, "node_rank": options.node_rank, "gone": self._gone(), "restarts": self._restarts,
+            "started": self._register.started, "accepted": self._register.accepted,
+            "options": [options.min_nodes, options.nnodes, self._silence],
+        }  # fmt: skip
+        link.send(hello)
+        message = await link.receive()
+        if message is None:
+            link.abort()
+            return None
+        if "error" in message:
+            link.abort()
+            self._output.log(f"failed: {address} has refused this host: {message['error']}")
+            return Outcome(2)
+        leader_id = message["welcome"]
+        self._evidence.found(leader_id)
+        self._follower = Follower(link, address, self._own.id, leader_id, self._register, self._evidence, self._queue)
+        self._output.log(f"follows the launcher at {address}")
+        try:
+            return await self._followed(self._follower)
+        finally:
+            follower, self._follower = self._follower, None
+            await follower.close()
+
+    async def _followed(self, follower: Follower) -> Outcome | None:
+        while True:
+            try:
+                async with asyncio.timeout(_ASK_SECONDS):
+                    event = await self._queue.get()
+            except TimeoutError:
+                # The leader may need to know who has ended.
+                await self._unless_signalled(self._ask(), None)
+                follower.tell_gone(self._gone())
+                continue
+            match event:
+                case events.Signalled(signum):
+                    self._output.log(f"received {signal.Signals(signum).name}")
+                    return Outcome(128 + signum, is_stopped=True)
+                case events.RemoteEnd(status, reason):
+                    if status:
+                        self._output.log(f"failed: {reason}")
+                    return Outcome(status)
+                case events.RemoteStop() if follower.is_lost:
+                    self._output.log(event.reason)
+                    return None
+                case events.RemoteBegin():
+                    self._restarts = event.restarts
+                    slots = tuple(range(event.processes))
+                    first = event.firsts[event.node]
+                    plan = Plan(event.restart, slots, first, event.total, event.coordinator, event.firsts)
+                    outcome = await self._watch(plan, follower)
+                    self._note_end()
+                    if outcome.is_stopped or outcome.is_ended:
+                        return outcome
+                    if follower.is_lost:
+                        return None
+                    follower.tell_stopped(outcome.failure)
+
+    # ---- Waits -------------------------------------------------------------------------------------------------------
+
+    async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None) -> T:
+        """Waits for something.
+
+        Raises:
+          _SignalledError: if a signal comes first.
+          TimeoutError: if it takes longer.
+        """
+        task = asyncio.create_task(waiting)
+        signum, is_done = await self._within(task, seconds)
+        if is_done:
+            return task.result()
+        if signum is None:
+            raise TimeoutError
+        raise _SignalledError(signum)
+
+    def _forget_all_but_signals(self) -> None:
+        for _ in range(self._queue.qsize()):
+            if isinstance(event := self._queue.get_nowait(), events.Signalled):
+                self._queue.put_nowait(event)
+
+    def _left(self) -> float:
+        """How long this host may wait for others."""
+        return max(0.0, self._since + self._options.node_timeout - time.monotonic())
+
+    def _note_end(self) -> None:
+        self._since, self._since_time = time.monotonic(), time.strftime("%H:%M:%S")
+
+    def _why_not(self) -> str:
+        """Why this host does not go on."""
+        guests = [guest.host for guest in self._leader.guests.values()] if self._leader else []
+        here = [self._own, *guests]
+        ids = {host.id for host in here} | {host.address for host in here}
+        last, options = self._register.started, self._options
+        missing = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in ids]
+        of_what = f"hosts of generation {last.number - 1}" if last.number else "hosts of --coordinator"
+        least = self._leader.min_processes if self._leader else 1
+        processes = f" with {least} processes (min_processes)" if least > 1 else ""
+        return (
+            f"too few hosts for {options.node_timeout:g} s (--node-timeout), since {self._since_time}: "
+            f"{len(here)} here, and it takes {options.min_nodes} (--nnodes {options.min_nodes}:{options.nnodes})"
+            f"{processes}, and of the {len(last.hosts)} {of_what} more than half, or half with the first. Missing: "
+            f"{', '.join(missing) or 'none of these'}"
+        )

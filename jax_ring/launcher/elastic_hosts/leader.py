@@ -1,0 +1,282 @@
+"""The leading launcher's side: the hosts that have come, what is proposed to them, and the attempt on them."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jax_ring.launcher import events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.elastic_hosts.evidence import Evidence
+from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, chosen
+from jax_ring.launcher.failures import NO_RANK, Failure
+from jax_ring.launcher.multi_host.links import Link
+from jax_ring.launcher.shared import Remote
+
+
+@dataclasses.dataclass
+class Guest:
+    """Another host. node_rank: which it asks for. gone: what it knows to be gone. accepted: the last number."""
+
+    link: Link
+    host: Host
+    node_rank: int | None
+    gone: list[str]
+    accepted: int = 0
+
+
+class Leader(Remote):
+    """Attributes:
+    guests: other hosts that have come, by id, in the order in which they have.
+    group: that runs.
+    restarts: used up by the job so far.
+    has_lost: whether a host has been lost since the group was started.
+    min_processes: that the job needs.
+    """
+
+    def __init__(
+        self, own: Host, options: Options, register: Register, evidence: Evidence, queue: asyncio.Queue[events.Event]
+    ) -> None:
+        self._own, self._options, self._register, self._evidence, self._queue = own, options, register, evidence, queue
+        self.guests: dict[str, Guest] = {}
+        self.group: Group | None = None
+        self.restarts = 0
+        self.has_lost = False
+        self.min_processes = 1
+        self._multiple_of: int | None = None
+        self._succeeded: set[str] = set()
+        self._stopped: set[str] = set()
+        self._left: set[str] = set()
+        self._leave_timer: asyncio.TimerHandle | None = None
+        self._is_change_pending = self._is_stopping = False
+        self._changed = asyncio.Event()
+
+    # ---- Hosts -------------------------------------------------------------------------------------------------------
+
+    async def serve(self, link: Link, hello: dict[str, Any]) -> None:
+        """Takes a host in, until its connection ends."""
+        if refusal := self._refusal(hello):
+            link.send({"error": refusal})
+            await link.close()
+            return
+        host = Host(*hello["host"])
+        if host.id in self.guests:  # it has noticed first that the connection has ended
+            self._lose(self.guests[host.id])
+        guest = self.guests[host.id] = Guest(link, host, hello["node_rank"], hello["gone"])
+        self._evidence.found(host.id)
+        self._register.learn(
+            Group.of_message(hello["started"]), [Group.of_message(group) for group in hello["accepted"]]
+        )
+        self.restarts = max(self.restarts, hello["restarts"])
+        link.send({"welcome": self._own.id})
+        self._compare()
+        self._notify()
+        while (message := await link.receive()) is not None:
+            self._take(guest, message)
+        self._lose(guest)
+
+    def _refusal(self, hello: dict[str, Any]) -> str:
+        own = [self._options.min_nodes, self._options.nnodes, self._options.heartbeat_timeout]
+        if hello["options"] != own:
+            names = "--nnodes {}:{} and --heartbeat-timeout {:g}"
+            return f"it was started with {names.format(*own)}, this host with {names.format(*hello['options'])}"
+        rank = hello["node_rank"]
+        others = [(guest.node_rank, guest.host) for guest in self.guests.values() if guest.host.id != hello["host"][0]]
+        others.append((self._options.node_rank, self._own))
+        for other, host in others:
+            if rank is not None and rank == other:
+                return f"there is a launcher with --node-rank {rank} already, at {host.address}"
+        return ""
+
+    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
+        if "accepted" in message:
+            guest.accepted = message["accepted"]
+        elif "gone" in message:
+            guest.gone = message["gone"]
+        elif self.group is not None and message.get("number") == self.group.number:
+            if "failed" in message:
+                failure = Failure(**message["failed"])
+                index = self.group.ids.index(guest.host.id)
+                self._queue.put_nowait(events.RemoteFailed(index, failure))
+            elif "succeeded" in message:
+                self._succeeded.add(guest.host.id)
+            elif "stopped" in message:
+                self._stopped.add(guest.host.id)
+                if not self._is_stopping:
+                    self._fail(guest.host.id, f"has ended its processes: {message['stopped']}")
+            elif "left" in message:
+                self._leaves(guest.host.id, *message["left"])
+            elif "enlisted" in message:
+                self.tell_enlisted(*message["enlisted"])
+        self._notify()
+
+    def _lose(self, guest: Guest) -> None:
+        guest.link.abort()
+        host = guest.host.id
+        if self.guests.get(host) is not guest:
+            return  # it has connected again
+        del self.guests[host]
+        self._evidence.lost(host, guest.link.heard, guest.link.acknowledged)
+        if self.group is not None and host in self.group.ids and host not in self._stopped:
+            silent = f"has been silent for {self._options.heartbeat_timeout:g} s (--heartbeat-timeout)"
+            self.has_lost = True
+            self._stopped.add(host)
+            self._fail(
+                host, silent if guest.link.is_silent else "is gone: its launcher has ended, or cannot be reached"
+            )
+        self._notify()
+
+    def _fail(self, host: str, what: str) -> None:
+        assert self.group is not None
+        index = self.group.ids.index(host)
+        failure = Failure(f"host {index} ({self.group.hosts[index].address})", NO_RANK, what)
+        self._queue.put_nowait(events.RemoteFailed(index, failure))
+
+    def drop(self) -> None:
+        """Closes all connections."""
+        for guest in list(self.guests.values()):
+            guest.link.abort()
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+
+    # ---- Groups ------------------------------------------------------------------------------------------------------
+
+    def is_enough(self, own_gone: Sequence[str]) -> bool:
+        """Whether the hosts that are here may go on, by what has been agreed on."""
+        present = {self._own.id, self._own.address, *self.guests, *(g.host.address for g in self.guests.values())}
+        gone = {host: guest.gone for host, guest in self.guests.items()}
+        return self._register.may_go_on(present, gone | {self._own.id: own_gone})
+
+    def hosts(self) -> tuple[Host, ...]:
+        """Those of the next group; none if they are fewer than MIN."""
+        every = [(self._options.node_rank, self._own), *((g.node_rank, g.host) for g in self.guests.values())]
+        every.sort(key=lambda each: self._options.nnodes if each[0] is None else each[0])
+        hosts = chosen(self._register.started, [host for _, host in every], self._options.nnodes, self._multiple_of)
+        is_enough = sum(host.processes for host in hosts) >= self.min_processes
+        return hosts if is_enough and len(hosts) >= self._options.min_nodes else ()
+
+    async def agree(self, hosts: tuple[Host, ...], seconds: float) -> Group | None:
+        """Proposes a group to all hosts that are here; None if one has not accepted, and is dropped."""
+        group = Group(self._register.next_number(), hosts)
+        self._register.learn(self._register.started, [group])
+        asked, known = list(self.guests.values()), (self._register.started, self._register.accepted)
+        for guest in asked:
+            guest.link.send({"propose": group})
+        until = time.monotonic() + seconds
+        while missing := [guest for guest in asked if guest.accepted != group.number]:
+            is_here = all(self.guests.get(guest.host.id) is guest for guest in missing)
+            if not is_here or time.monotonic() > until:
+                for guest in missing:
+                    guest.link.abort()
+                    self._lose(guest)
+                return None
+            await self.next_change(0.2)
+        if known != (self._register.started, self._register.accepted):
+            return None  # a host has come that knows of another group
+        self._register.learn(group, [])
+        return group
+
+    def is_complete(self, group: Group) -> bool:
+        """Whether all its hosts are here."""
+        return set(group.ids) <= {self._own.id, *self.guests}
+
+    def begin(self, group: Group, coordinator: str) -> tuple[int, list[int]]:
+        """Starts an attempt on other hosts; returns the number of all processes, and the first one of each host."""
+        self.group = group
+        self._succeeded, self._stopped, self._left = set(), set(), set()
+        self._is_change_pending = self._is_stopping = self.has_lost = False
+        firsts, total = [], 0
+        for host in group.hosts:
+            firsts.append(total)
+            total += host.processes
+        for host in group.hosts:
+            if host.id in self.guests:
+                start = {"group": group, "total": total, "coordinator": coordinator, "restarts": self.restarts}
+                self.guests[host.id].link.send({"start": start})
+        for spare in set(self.guests) - set(group.ids):
+            self.guests[spare].link.send({"started": group})
+        return total, firsts
+
+    async def stopped(self) -> None:
+        """Waits until other hosts' processes have ended, or their launchers are gone."""
+        while self._running():
+            await self.next_change()
+
+    def drop_running(self) -> None:
+        """Drops hosts whose processes have not ended in time."""
+        for host in self._running():
+            self._lose(self.guests[host])
+
+    def _running(self) -> set[str]:
+        assert self.group is not None
+        return set(self.group.ids) & set(self.guests) - self._stopped
+
+    def ended(self) -> None:
+        """The attempt has ended."""
+        self.group = None
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+            self._leave_timer = None
+
+    async def end(self, status: int, reason: str) -> None:
+        """Ends the job on all hosts."""
+        for guest in self.guests.values():
+            guest.link.send({"end": [status, reason]})
+        await asyncio.gather(*(guest.link.close() for guest in self.guests.values()))
+
+    async def next_change(self, seconds: float | None = None) -> None:
+        """Waits until something changes, or so long."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._queue.put_nowait(events.RemoteChanged())
+
+    def _compare(self) -> None:
+        """Has the processes leave at a commit if there would be other hosts."""
+        if self.group is None or self._is_change_pending or self.hosts() in ((), self.group.hosts):
+            return
+        self._is_change_pending = True
+        for host in self.group.ids:
+            if host in self.guests:
+                self.guests[host].link.send({"pending": self.group.number})
+        self._queue.put_nowait(events.RemotePending())
+
+    def _leaves(self, host: str, is_all: bool, reason: str) -> None:
+        assert self.group is not None
+        if is_all:
+            self._left.add(host)
+        if self._left >= set(self.group.ids):
+            self._queue.put_nowait(events.RemoteLeft(reason))
+        elif self._leave_timer is None:
+            loop = asyncio.get_running_loop()
+            late = f"{reason}; others have not within {self._options.leave_timeout:g} s (--leave-timeout)"
+            self._leave_timer = loop.call_later(
+                self._options.leave_timeout, self._queue.put_nowait, events.RemoteLeft(late)
+            )
+
+    # ---- Called by the attempt ---------------------------------------------------------------------------------------
+
+    def succeeded(self) -> bool:
+        assert self.group is not None
+        return set(self.group.ids) - {self._own.id} <= self._succeeded
+
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        assert self.group is not None
+        self._is_stopping = True
+        for host in set(self.group.ids) & set(self.guests):
+            stop = [self.group.number, signum, grace, f"{self._own.address}: {reason}"]
+            self.guests[host].link.send({"stop": stop})
+
+    def tell_left(self, is_all: bool, reason: str) -> None:
+        self._leaves(self._own.id, is_all, reason)
+
+    def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
+        self.min_processes, self._multiple_of = min_processes, multiple_of
+        self._compare()

@@ -1,0 +1,189 @@
+"""A training on hosts that come and go: network namespaces with a launcher on each, of which any is lost.
+
+Each scenario ends with all hosts, and the bits of an undisturbed run.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import hosts
+from trial import HANG, Outcome, Trial, Unexpected
+
+TRAINING = pathlib.Path(__file__).parents[1] / "elastic" / "training.py"
+STEPS = 30
+PORT = 4613
+HEARTBEAT = 6.0  # seconds, --heartbeat-timeout; loaded machines are silent for a while, too
+NUM_HOSTS = 3
+_DIGEST = re.compile(r"digest (\w{64}) of (\d+)")
+
+
+@functools.cache
+def why_not() -> str:
+    return hosts.why_not()
+
+
+@functools.cache
+def undisturbed() -> str:
+    """The digest of a run in one process, without a launcher."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-P", str(TRAINING), str(STEPS), "{}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=HANG)
+    found = _DIGEST.search(result.stdout)
+    assert found is not None, result.stdout
+    return found[1]
+
+
+class Job:
+    """Launchers on hosts, by index of the host; `outputs` has the files of all that were started."""
+
+    def __init__(self, trial: Trial, network: hosts.Hosts, processes: int) -> None:
+        self.trial, self.network, self.processes = trial, network, processes
+        self.launchers: dict[int, subprocess.Popen] = {}
+        self.outputs: list[pathlib.Path] = []
+
+    def start(self, host: int) -> None:
+        coordinators = ",".join(f"{self.network.address(i)}:{PORT}" for i in range(NUM_HOSTS))
+        command = [
+            sys.executable, "-P", "-m", "jax_ring.launch", "-n", str(self.processes), "--nnodes", f"2:{NUM_HOSTS}",
+            "--coordinator", coordinators, "--heartbeat-timeout", str(HEARTBEAT), "--devices", "1",
+            str(TRAINING), str(STEPS), "{}", "--keep", "host", "--wait-for", str(NUM_HOSTS * self.processes),
+            "--pause", "0.3",
+        ]  # fmt: skip
+        output = self.trial.folder / f"output-{len(self.outputs)}-of-host-{host}"
+        self.outputs.append(output)
+        with open(output, "w") as file:
+            self.launchers[host] = subprocess.Popen(
+                self.network.command(host, command), env={**os.environ, **self.trial.environment},
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def text(self) -> str:
+        return "\n".join(f"---- {output.name}\n{output.read_text()}" for output in self.outputs)
+
+    def await_entries(self, processes: int, times: int) -> None:
+        """Waits until so many processes have said so often that they enter the training with all of them."""
+        until = time.monotonic() + 2 * HANG
+        while len(re.findall(rf"enters at \d+ of {processes} ", self.text())) < times:
+            if time.monotonic() > until:
+                raise Unexpected("hang", f"fewer than {times} entries of {processes} processes\n{self.text()}")
+            if any(launcher.poll() is not None for launcher in self.launchers.values()):
+                raise Unexpected("other end", self.text())
+            time.sleep(0.05)
+
+    def await_steps(self, number: int) -> None:
+        until = time.monotonic() + HANG
+        while len(re.findall("has made step", self.text())) < number:
+            if time.monotonic() > until:
+                raise Unexpected("hang", self.text())
+            time.sleep(0.05)
+
+    def signal(self, host: int, signum: int) -> None:
+        """Signals the launcher of a host, and its processes."""
+        for pid in [self.launchers[host].pid, *_descendants(self.launchers[host].pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def finish(self) -> None:
+        for launcher in self.launchers.values():
+            try:
+                status = launcher.wait(3 * HANG)
+            except subprocess.TimeoutExpired:
+                raise Unexpected("hang", self.text()) from None
+            assert status == 0, self.text()
+        digests = set(_DIGEST.findall(self.text()))
+        if digests != {(undisturbed(), str(NUM_HOSTS * self.processes))}:
+            raise Unexpected("wrong bits", f"{digests} instead of {undisturbed()}\n{self.text()}")
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [each for child in map(int, children) for each in (child, *_descendants(child))]
+
+
+@contextlib.contextmanager
+def _job(trial: Trial, rate: str | None = None) -> Iterator[Job]:
+    processes = 1
+    with hosts.Hosts(NUM_HOSTS, rate=rate) as network:
+        job = Job(trial, network, processes)
+        try:
+            for host in range(NUM_HOSTS):
+                job.start(host)
+            job.await_entries(NUM_HOSTS * processes, NUM_HOSTS * processes)
+            job.await_steps(NUM_HOSTS * processes)
+            yield job
+        finally:
+            for host, launcher in job.launchers.items():
+                job.signal(host, signal.SIGKILL)
+                launcher.wait()
+
+
+def _goes_on(trial: Trial, fault, repair, ended: str, victim: int | None = None) -> Outcome:
+    """A host is lost, the others go on, it comes again, and all finish."""
+    victim = int(trial.random.integers(NUM_HOSTS)) if victim is None else victim
+    with _job(trial) as job:
+        time.sleep(trial.random.exponential(0.5))
+        left, every = (NUM_HOSTS - 1) * job.processes, NUM_HOSTS * job.processes
+        began = time.monotonic()
+        fault(job, victim)
+        job.await_entries(left, left)
+        seconds = time.monotonic() - began
+        repair(job, victim)
+        job.await_entries(every, 2 * every)
+        job.finish()
+    return Outcome(f"{ended}, right bits", 1, 0, (seconds,))
+
+
+def killed(trial: Trial, victim: int | None = None) -> Outcome:
+    """A host's launcher and processes are killed; another one is started there."""
+
+    def fault(job: Job, host: int) -> None:
+        job.signal(host, signal.SIGKILL)
+        job.launchers.pop(host).wait()
+
+    return _goes_on(trial, fault, Job.start, "goes on without the killed host and with a new one", victim)
+
+
+def stopped(trial: Trial, victim: int | None = None) -> Outcome:
+    """All processes of a host are stopped, until the others have gone on."""
+    return _goes_on(
+        trial, lambda job, host: job.signal(host, signal.SIGSTOP), lambda job, host: job.signal(host, signal.SIGCONT),
+        "goes on without the stopped host and with it again", victim,
+    )  # fmt: skip
+
+
+def cut_off(trial: Trial, victim: int | None = None) -> Outcome:
+    """The link of a host is down until the others have gone on, and then up again."""
+    return _goes_on(
+        trial, lambda job, host: job.network.pull_cable(host), lambda job, host: job.network.plug_in(host),
+        "goes on without the host that is cut off and with it again", victim,
+    )  # fmt: skip
+
+
+def slow(trial: Trial) -> Outcome:
+    """The links have 10 Mbit/s: nobody is lost."""
+    with _job(trial, rate="10mbit") as job:
+        job.finish()
+        assert not re.search("is gone|silent|ended, or cannot", job.text()), job.text()
+    return Outcome("goes on with all, right bits", 1)
+
+
+def _where_hosts_work(scenario):
+    @functools.wraps(scenario)
+    def guarded(trial: Trial) -> Outcome:
+        return Outcome(f"not tried: {why_not()}") if why_not() else scenario(trial)
+
+    return guarded
+
+
+SCENARIOS = tuple(map(_where_hosts_work, (killed, stopped, cut_off, slow)))
