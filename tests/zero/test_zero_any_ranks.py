@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, make_mesh, sharded
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import ShardSums, shard_tree, zero
+from jax_ring import ShardSums, shard_tree, value_and_grad, zero
 
 SHARDS = 24
 STEPS = 10
@@ -107,6 +108,48 @@ RANKS = {"flat_2_clipped": [1, 3, 6], "flat_1": [3], "parameter_2": [3], "parame
 @pytest.mark.parametrize(("way", "ranks"), [(way, ranks) for way in RANKS for ranks in RANKS[way]])
 def test_bits_do_not_depend_on_the_number_of_ranks(way, ranks):
     assert_same_bits(undisturbed(way, ranks), undisturbed(way, 8))
+
+
+def loss(params, x):
+    y = jnp.tanh(x @ params["a"]) @ params["half"][:, :3].astype(x.dtype).repeat(2, 0)[:50]
+    return (y**2).mean() * params["s"] + sum((jnp.sin(params[name]) * x[:, :1]).mean() for name in "bc")
+
+
+def test_within_a_loop_of_whole_steps():
+    """What compilers contract in an update depends on what else is in the program, and on the number of ranks."""
+    batches = np.stack(
+        [np.random.default_rng(i).standard_normal((2 * SHARDS, 70)).astype(np.float32) for i in range(4)]
+    )
+    optimizers = {
+        "clipped": zero.sharded_optimizer(CLIPPED, "i", stage=2, layout="parameter", order="tree"),
+        "sgd": zero.sharded_optimizer(optax.sgd(0.1, momentum=0.9), "i", stage=2, layout="parameter", order="tree"),
+    }
+    of_mean = value_and_grad(loss, "i", num_shards=SHARDS, reduce_gradients=False)
+
+    def one(optimizer, params, state, x):
+        updates, state = optimizer.update(of_mean(params, x)[1], state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(ranks):
+        mesh, specs = make_mesh((ranks,)), {name: of.specs(PARAMS) for name, of in optimizers.items()}
+        start = sharded(
+            lambda params: {name: of.init(params) for name, of in optimizers.items()},
+            mesh=mesh, in_specs=P(), out_specs=specs,
+        )  # fmt: skip
+        steps = sharded(
+            lambda states, params, xs: lax.scan(
+                lambda carry, x: ({k: one(optimizers[k], *both, x) for k, both in carry.items()}, None),
+                {k: (params, state) for k, state in states.items()}, xs,
+            )[0],
+            mesh=mesh, in_specs=(specs, P(), P(None, "i")), out_specs={k: (P(), specs[k]) for k in specs},
+            check_vma=False,
+        )  # fmt: skip
+        found = jax.device_get(steps(start(PARAMS), PARAMS, batches))
+        return {k: (params, optimizers[k].unsharded(state, params)) for k, (params, state) in found.items()}
+
+    expected = run(3)
+    for ranks in (2, 8):
+        assert_same_bits(run(ranks), expected)
 
 
 @pytest.mark.parametrize("way", ["flat_2_clipped", "parameter_1_clipped"])

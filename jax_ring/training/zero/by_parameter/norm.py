@@ -13,6 +13,7 @@ import numpy as np
 from jax_ring.collectives import ring_all_gather
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.block_sums import BLOCK, block_sums, sum_of_blocks, up_to_blocks
 from jax_ring.training.zero.by_parameter.state import Plan
 from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate
@@ -110,7 +111,7 @@ def _sum_in_blocks(
     total = jnp.zeros((), dtype)
     if not names:
         return total
-    own = {name: block_sums(x) for name, x in on_each_rank(blocks, plan, axis_name).items()}
+    own = {name: each_rounded(block_sums, x) for name, x in on_each_rank(blocks, plan, axis_name).items()}
     everyones = fence(ring_all_gather(own, axis_name, tiled=True, to="invarying"))
     for name in names:
         places = _places(ranks, name, max(used[name]) // BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.launcher import foreign_errors
 from jax_ring.options import path_texts
 from jax_ring.training.same_bits.evaluation import evaluate
+from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
 from jax_ring.training.zero.given_norms import NormRequest, norms_given
@@ -70,7 +72,8 @@ class TracedUpdate:
         first_norm = 2 * self.num_leaves + self.num_states
         known = {self.num_leaves + k: x for k, x in shared.items()} | {first_norm + i: x for i, x in enumerate(norms)}
         inputs = [known.get(i) for i in range(len(self.scalars.in_avals))]
-        return slicing.compute(self.scalars, range(len(self.scalars.out_avals)), inputs)
+        outputs = range(len(self.scalars.out_avals))
+        return each_rounded(partial(slicing.compute, self.scalars, outputs), inputs)
 
     def state_owners(self) -> tuple[int | None, ...]:
         """By leaf of the state, its parameter; None if shared."""

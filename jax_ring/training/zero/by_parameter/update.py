@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.block_sums import up_to_blocks
 from jax_ring.training.zero.by_parameter.plan import Piece
@@ -72,7 +73,7 @@ class OwnInputs:
                     together |= whole
                 else:
                     inputs = self._inputs(*fence((whole, self.scalars)))
-                    results[i] = fence(slicing.compute(traced.closed, outputs, inputs))
+                    results[i] = fence(each_rounded(partial(slicing.compute, traced.closed, outputs), inputs))
                 continue
             of_params = traced.num_leaves + traced.num_states + piece.leaf
             known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
@@ -87,7 +88,8 @@ class OwnInputs:
                 # because XLA divides by a scalar in another way if several loops of one size use it.
                 vectors, scalars = fence(({j: bounds.filled(x) for j, x in known.items()}, self.scalars))
                 inputs = self._inputs({j: slicing.Piece(x) for j, x in vectors.items()}, scalars)
-                filled = fence(slicing.compute_piece(traced.closed, outputs, inputs, bounds))
+                of_piece = partial(slicing.compute_piece, traced.closed, outputs, bounds=bounds)
+                filled = fence(each_rounded(of_piece, inputs))
                 results[i] = [x[: gradient.size] for x in filled]
         # One call for all other parameters computes their common terms once.
         rest = [i for i in range(len(self.pieces)) if i not in results]
@@ -127,4 +129,4 @@ def on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName
     if len(ranks) == 1:
         return branch(0)
     index = jnp.minimum(lax.axis_index(axis_name), len(ranks) - 1)
-    return lax.switch(index, [functools.partial(branch, rank) for rank in ranks])
+    return lax.switch(index, [partial(branch, rank) for rank in ranks])
