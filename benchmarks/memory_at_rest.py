@@ -14,7 +14,12 @@ import pathlib
 import subprocess
 import sys
 
-MODES = {"replicated": lambda p: 3.0, "stage 2": lambda p: 1 + 2 / p, "stage 3": lambda p: 3 / p}
+MODES = {
+    "replicated": lambda p: 3.0,
+    "stage 2": lambda p: 1 + 2 / p,
+    "stage 3": lambda p: 3 / p,
+    "stage 3, whole parameters": lambda p: 3 / p,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,8 +51,8 @@ def work(mode: str, count: int) -> None:
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     tx = optax.adam(1e-3)
     leaves = [jax.ShapeDtypeStruct((max(count // 8, 1),), jnp.float32) for _ in range(8)]
-    is_divided = mode == "stage 3"
-    options = {"stage": 3} if is_divided else {}
+    is_divided = mode.startswith("stage 3")
+    options = {"stage": 3, "layout": "parameter" if "whole" in mode else "flat"} if is_divided else {}
     optimizer = zero.sharded_optimizer(tx, "data", **options)
     param_specs = optimizer.param_specs(leaves) if is_divided else P()
     specs = P() if mode == "replicated" else optimizer.specs(leaves)

@@ -1,5 +1,6 @@
 """`jax_ring.zero`: an optimizer whose state is divided among the ranks. It is made in jax_ring/training/zero."""
 
+from jax_ring.training.zero.by_parameter.shards import ParameterShards
 from jax_ring.training.zero.by_parameter.state import ParameterState, Shares
 from jax_ring.training.zero.clip import clip_by_global_norm
 from jax_ring.training.zero.interface import ShardedOptimizer
@@ -9,6 +10,7 @@ from jax_ring.training.zero.sharded_layer import sharded_layer
 from jax_ring.training.zero.vectors import ShardedParams
 
 __all__ = [
+    "ParameterShards",
     "ParameterState",
     "ShardedOptimizer",
     "ShardedParams",

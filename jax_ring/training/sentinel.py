@@ -26,7 +26,8 @@ from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sync import Reduced, Reduction, is_float0
 from jax_ring.training.wire import UNCHANGED
-from jax_ring.training.zero.vectors import is_sharded
+from jax_ring.training.zero.by_parameter.shards import ParameterShards
+from jax_ring.training.zero.vectors import ShardedParams
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -77,12 +78,13 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     """
     axes = axes_of(axis_name)
     check_named(function, axes)
-    for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
-        if is_sharded(shards):
+    divided = (ShardedParams, ParameterShards)
+    for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, divided)):
+        if isinstance(shards, divided):
             raise ValueError(
-                f"{function}: what is at {path_text(path)} are shards, a ShardedParams, of which each rank has "
+                f"{function}: what is at {path_text(path)} are shards, a {type(shards).__name__}, of which each rank has "
                 "another part: there are no copies to compare. Leave them out. For copies of shards along another axis "
-                "pass that axis and their `vectors`."
+                "pass that axis and their arrays."
             )
     names, arrays = tuple(path_texts(tree, "the array")), jax.tree.leaves(tree)
     if not names:
@@ -322,7 +324,7 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
     Raises:
       jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
         ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
-      ValueError: if the tree has no arrays, or a `ShardedParams`, or `impl` is none of its choices.
+      ValueError: if the tree has no arrays, or shards of ZeRO, or `impl` is none of its choices.
       TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
       NameError: as `ring_psum`.
     """

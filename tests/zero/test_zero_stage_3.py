@@ -292,7 +292,6 @@ def test_gradients_of_layers_are_those_of_the_mean():
     ("options", "message"),
     [
         ({"order": "tree"}, "stage=3 with order='tree' needs num_shards"),
-        ({"layout": "parameter"}, "stage=3 is for layout='flat'"),
         ({"stage": 2, "layout": "parameter", "num_shards": 6}, "num_shards=6 is for layout='flat'"),
         ({"num_shards": 0}, "num_shards must be positive, got 0"),
         ({"check_replicas": 10}, "with stage=3 there is one copy of each parameter"),

@@ -31,7 +31,7 @@ class ShardedOptimizer(NamedTuple):
 
         init, update, specs = zero.sharded_optimizer(optax.adam(1e-3), "data")[:3]
 
-    With `stage=3`, params are shards: a `ShardedParams`, or a tree of such. `update` returns
+    With `stage=3`, params are shards: a `ShardedParams`, or a tree of such, or a `ParameterShards`. `update` returns
     updates of the shards, `repartition` takes and returns both, (state, shards), and `specs` takes either.
 
     Attributes:
@@ -43,7 +43,7 @@ class ShardedOptimizer(NamedTuple):
         that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
-      shard: (params) -> this rank's shards, a `ShardedParams`; with `stage=3`, as the following.
+      shard: (params) -> this rank's shards; with `stage=3`, as the following.
       gather: (shards) -> the parameters, the same on all ranks.
       param_specs: (params) -> the PartitionSpecs of the shards, for `in_specs` and `out_specs`.
     """

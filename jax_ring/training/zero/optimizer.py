@@ -62,8 +62,8 @@ def sharded_optimizer(
       tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one, as its trace shows (docs/zero.md).
       axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
       stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
-        all, as `sync_gradients` does. 3 divides the parameters, in the flat layout: params are then a `ShardedParams`,
-        or a tree of such, and so are gradients of a `sharded_layer`.
+        all, as `sync_gradients` does. 3 divides the parameters: in the flat layout params are then a `ShardedParams`,
+        or a tree of such, and so are gradients of a `sharded_layer`; with whole parameters a `ParameterShards`.
       impl: "ring" or "lax", as for `sync_gradients`.
       layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
         multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
@@ -76,7 +76,7 @@ def sharded_optimizer(
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
       num_shards: V, a multiple of all numbers of ranks that the training may run on. The flat vectors are then padded
-        for V ranks, and their shapes do not depend on p. Needed with stage=3 and order="tree".
+        for V ranks, and their shapes do not depend on p. Needed there with stage=3 and order="tree".
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -84,8 +84,8 @@ def sharded_optimizer(
     Raises:
       TypeError: if `tx` has no `init` and `update`.
       ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the order,
-        if stage=3 has layout="parameter", `check_replicas`, or a tree without `num_shards`, if p does not divide V, or
-        if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not
+        if stage=3 has `check_replicas`, or a tree without `num_shards`, if layout="parameter" has `num_shards`, if p
+        does not divide V, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not
         have the tree and shapes of the parameters, or the state does not have those that `init` makes; for a
         `ShardSums` without order="tree"; and with vma tracking, if gradients are already the same on all ranks.
     """
@@ -124,13 +124,12 @@ def _check_division(
     """Raises ValueError for options that exclude each other."""
     if num_shards is not None and integer("sharded_optimizer", "num_shards", num_shards) < 1:
         raise ValueError(f"sharded_optimizer: num_shards must be positive, got {num_shards}")
-    if layout == "parameter" and (stage == 3 or num_shards is not None):
-        given = "stage=3" if stage == 3 else f"num_shards={num_shards}"
+    if layout == "parameter" and num_shards is not None:
         raise ValueError(
-            f"sharded_optimizer: {given} is for layout='flat', the default, where all ranks own equal parts of "
-            "vectors; with layout='parameter' parameters are replicated, and their sizes decide who updates them."
+            f"sharded_optimizer: num_shards={num_shards} is for layout='flat', the default, where all ranks own equal "
+            "parts of vectors; with layout='parameter' the parameters' sizes decide who updates them. Leave it out."
         )
-    if stage == 3 and order == "tree" and num_shards is None:
+    if stage == 3 and layout == "flat" and order == "tree" and num_shards is None:
         raise ValueError(
             "sharded_optimizer: stage=3 with order='tree' needs num_shards, the number of shards of the batch that "
             "value_and_grad has, so that the shapes of the shards do not depend on the number of ranks"

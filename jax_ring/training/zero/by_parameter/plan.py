@@ -65,10 +65,12 @@ class Blocks:
     Attributes:
       arrays: shapes and dtypes.
       ranks: the pieces of each rank.
+      names: by array, that of its vector; by default its dtype. A vector has the dtype to which its arrays promote.
     """
 
     arrays: Sequence[jax.ShapeDtypeStruct]
     ranks: Sequence[Sequence[Piece]]
+    names: Sequence[str] | None = None
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -92,29 +94,29 @@ class Blocks:
     def pack(self, rank: int, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
         parts = defaultdict(list)
         for piece, value in zip(self.ranks[rank], values, strict=True):
-            parts[self._dtype(piece)].append(jnp.reshape(value, -1).astype(self.arrays[piece.leaf].dtype))
+            parts[self._name(piece)].append(jnp.reshape(value, -1).astype(self.arrays[piece.leaf].dtype))
         blocks = {}
         for name, size in self.sizes.items():
             missing = size - sum(part.size for part in parts[name])
-            blocks[name] = jnp.concatenate([*parts[name], jnp.zeros(missing, np.dtype(name))])
+            blocks[name] = jnp.concatenate([*parts[name], jnp.zeros(missing, self._dtypes[name])])
         return blocks
+
+    def pack_whole(self, rank: int, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """A rank's blocks, from whole arrays."""
+        return self.pack(rank, [jnp.reshape(arrays[i], -1)[start:stop] for i, start, stop in self.ranks[rank]])
 
     def unpack(self, rank: int, blocks: dict[str, jax.Array]) -> list[jax.Array]:
         ends: defaultdict[str, int] = defaultdict(int)
         values = []
         for piece in self.ranks[rank]:
-            name = self._dtype(piece)
+            name = self._name(piece)
             start, ends[name] = ends[name], ends[name] + piece.stop - piece.start
             values.append(blocks[name][start : ends[name]])
         return values
 
-    def pack_all(self, arrays: Sequence[jax.Array | None]) -> dict[str, jax.Array]:
+    def pack_all(self, arrays: Sequence[Any]) -> dict[str, jax.Array]:
         """All ranks' blocks, from whole arrays; None for one without pieces."""
-        flat = {i: jnp.reshape(x, -1) for i, x in enumerate(arrays) if x is not None}
-        ranks = [
-            self.pack(rank, [flat[piece.leaf][piece.start : piece.stop] for piece in pieces])
-            for rank, pieces in enumerate(self.ranks)
-        ]
+        ranks = [self.pack_whole(rank, arrays) for rank in range(len(self.ranks))]
         return {name: jnp.concatenate([blocks[name] for blocks in ranks]) for name in self.sizes}
 
     def unpack_all(self, blocks: dict[str, jax.Array]) -> dict[int, jax.Array]:
@@ -131,11 +133,19 @@ class Blocks:
             for leaf, values in parts.items()
         }
 
-    def _dtype(self, piece: Piece) -> str:
-        return np.dtype(self.arrays[piece.leaf].dtype).name
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        pieces = [piece for pieces in self.ranks for piece in pieces]
+        return {
+            name: jnp.result_type(*(self.arrays[piece.leaf].dtype for piece in pieces if self._name(piece) == name))
+            for name in self.sizes
+        }
+
+    def _name(self, piece: Piece) -> str:
+        return np.dtype(self.arrays[piece.leaf].dtype).name if self.names is None else self.names[piece.leaf]
 
     def _used(self, rank: int) -> dict[str, int]:
         sizes: defaultdict[str, int] = defaultdict(int)
         for piece in self.ranks[rank]:
-            sizes[self._dtype(piece)] += piece.stop - piece.start
+            sizes[self._name(piece)] += piece.stop - piece.start
         return sizes

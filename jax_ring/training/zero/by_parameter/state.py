@@ -14,6 +14,7 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.options import path_texts
 from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
+from jax_ring.training.zero.by_parameter.shards import Division
 from jax_ring.training.zero.by_parameter.traced_update import trace_update
 from jax_ring.training.zero.interface import check_same_tree
 from jax_ring.training.zero.vectors import Shapes
@@ -50,6 +51,7 @@ class Shares:
       state_bytes: by rank, of its own state.
       shared_bytes: of what all ranks copy.
       allocated_bytes: of each rank's state: `shared_bytes` and the fullest rank's need.
+      parameter_bytes: of each rank's parameters: those of all, or with stage=3 the fullest rank's.
       padding: the elements of all blocks by those of the parameters: 1 if all ranks own the same number of each dtype.
     """
 
@@ -58,6 +60,7 @@ class Shares:
     state_bytes: tuple[int, ...]
     shared_bytes: int
     allocated_bytes: int
+    parameter_bytes: int
     padding: float
 
     def __str__(self) -> str:
@@ -67,8 +70,8 @@ class Shares:
             [
                 "rank     elements  bytes of state  parameters",
                 *lines,
-                f"each rank allocates {self.allocated_bytes:,} bytes of state; gradients and updates are sent with "
-                f"{self.padding:.3f} times their elements",
+                f"each rank allocates {self.allocated_bytes:,} bytes of state and {self.parameter_bytes:,} of parameters; "
+                f"gradients and updates are sent with {self.padding:.3f} times their elements",
             ]
         )
 
@@ -84,6 +87,7 @@ class Plan:
       structure: of the state.
       owners: by leaf of the state, its parameter; None if shared.
       in_blocks: parameters computed in whole blocks, as in `OwnInputs`.
+      division: of the parameters, if they are divided.
     """
 
     pieces: Sequence[Sequence[Piece]]
@@ -91,6 +95,7 @@ class Plan:
     structure: Any
     owners: tuple[int | None, ...]
     in_blocks: frozenset[int]
+    division: Division | None
 
     @property
     def num_busy(self) -> int:
@@ -125,10 +130,7 @@ class Plan:
     def types(self, axis_name: AxisName, shared: dict[int, Any]) -> Any:
         """The whole state as types varying over the ranks; shared leaves unchanged."""
 
-        def varying(x):
-            return jax.eval_shape(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))
-
-        leaves = [shared[k] if k in shared else varying(x) for k, x in enumerate(self.state.arrays)]
+        leaves = [shared[k] if k in shared else varying_type(x, axis_name) for k, x in enumerate(self.state.arrays)]
         return jax.tree.unflatten(self.structure, leaves)
 
     def shares(self, params: Any) -> Shares:
@@ -148,23 +150,31 @@ class Plan:
             state_bytes=tuple(self.state.used_bytes),
             shared_bytes=shared_bytes,
             allocated_bytes=shared_bytes + self.state.block_bytes,
+            parameter_bytes=blocks.block_bytes if self.division else sum(x.size * x.dtype.itemsize for x in leaves),
             padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
 
 
+def varying_type(x: Any, axis_name: AxisName) -> Any:
+    """The type of x as a value that varies over the ranks."""
+    return jax.eval_shape(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))
+
+
 def plan_state(
-    tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName, block: int = 1
+    tx: optax.GradientTransformation, shapes: Shapes, num_ranks: int, axis_name: AxisName, block: int, divided: bool
 ) -> Plan:
     """Finds the parameter of each leaf of the state, and divides both among the ranks.
 
-    block: of which pieces' elements are a multiple. If it is more than one, what may be cut is computed
-      in blocks on any number of ranks.
+    Args:
+      block: of which pieces' elements are a multiple. If it is more than one, what may be cut is computed in blocks on
+        any number of ranks.
+      divided: whether ranks have only the parameters that they own.
     """
     params = shapes.params
     leaves = jax.tree.leaves(params)
     state = jax.eval_shape(tx.init, params)
     while True:
-        traced = trace_update(tx, leaves, state, params, axis_name)
+        traced = trace_update(tx, leaves, state, params, axis_name, divided)
         # The first step may widen a state, e.g. for bfloat16 parameters with float32 hyperparameters.
         wider = traced.state_after(state)
         if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
@@ -172,6 +182,9 @@ def plan_state(
         state = wider
     may_cut = cache(traced.may_cut)
     pieces = balance(leaves, num_ranks, may_cut, block)
+    division = None
+    if divided:
+        division = Division(shapes, tuple(leaf.size > block and may_cut(i) for i, leaf in enumerate(leaves)), block)
     in_blocks = frozenset(i for i, leaf in enumerate(leaves) if block > 1 and leaf.size and may_cut(i))
     owners = traced.state_owners()
     arrays = jax.tree.leaves(state)
@@ -183,7 +196,7 @@ def plan_state(
                 yield Piece(k, *piece[1:]) if cut else Piece(k, 0, arrays[k].size)
 
     ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in pieces]
-    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks)
+    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks, division)
 
 
 def _type(x) -> tuple:

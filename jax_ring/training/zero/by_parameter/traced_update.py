@@ -136,7 +136,7 @@ class TracedUpdate:
 
 
 def trace_update(
-    tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName
+    tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName, divided: bool
 ) -> TracedUpdate:
     """Traces `tx.update`, and finds what each result needs.
 
@@ -144,10 +144,11 @@ def trace_update(
       tx: the optimizer.
       gradients: one per leaf of `params`: arrays or types, as the others.
       state: the whole.
+      divided: whether a rank has only the parameters that it updates.
 
     Raises:
       ValueError: if a result needs several parameters' gradients, or a collective other than those of
-        `zero.clip_by_global_norm`.
+        `zero.clip_by_global_norm`; or parameters that its rank does not have.
     """
     structure, leaves = jax.tree.structure(params), jax.tree.leaves(params)
     state_structure, states = jax.tree.structure(state), jax.tree.leaves(state)
@@ -183,6 +184,8 @@ def trace_update(
         closed, requests = traced_with(wanted)
     _refuse_collectives(closed.jaxpr)
     owners = _owners(closed.jaxpr, params, state)
+    if divided:
+        _refuse_other_parameters(closed.jaxpr, owners, params, len(states))
     return TracedUpdate(closed, len(leaves), len(states), owners, tuple(requests))
 
 
@@ -254,6 +257,23 @@ def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
         if not others:
             break
     return tuple(owners)
+
+
+def _refuse_other_parameters(jaxpr, owners, params, num_states: int) -> None:
+    """Raises ValueError if a result needs another parameter than that whose rank computes it."""
+    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    n = len(paths)
+    num_norms = len(jaxpr.invars) - 2 * n - num_states
+    masks = dependences(jaxpr, [*[0] * (n + num_states), *(1 << i for i in range(n)), *[0] * num_norms])
+    for i, (mask, owner) in enumerate(zip(masks, owners, strict=True)):
+        others = [path for j, path in enumerate(paths) if mask >> j & 1 and j != owner]
+        if others:
+            what = f"the update of {paths[i]}" if i < n else "the state" if i < n + num_states else "a norm"
+            raise ValueError(
+                "sharded_optimizer: with stage=3 and layout='parameter' a rank has only the parameters that it "
+                f"updates, but {what} needs {', '.join(others[:4])} on ranks that have not. Pass stage=2, with which "
+                "every rank has all parameters."
+            )
 
 
 def _places(params, state) -> dict[int, int]:

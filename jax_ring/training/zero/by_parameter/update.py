@@ -31,11 +31,12 @@ class OwnInputs:
       gradients: by piece, flat.
       states: by piece, its parameter's leaves, flat, in one list.
       shared: other leaves, by index.
-      params: all.
+      params: all; none if they are divided.
       norms: known ones.
       in_blocks: parameters computed as vectors of whole blocks, even if whole: the last elements of other vectors can
         have other bits.
       scalars: of `TracedUpdate.shared_scalars`.
+      own_params: by piece, flat, if parameters are divided.
     """
 
     traced: TracedUpdate
@@ -47,6 +48,7 @@ class OwnInputs:
     norms: Sequence[jax.Array]
     in_blocks: frozenset[int] = frozenset()
     scalars: Sequence[jax.Array] = ()
+    own_params: Sequence[jax.Array] | None = None
 
     def states_by_piece(self) -> list[list[jax.Array]]:
         rest = iter(self.states)
@@ -66,7 +68,9 @@ class OwnInputs:
         ):
             indices = [piece.leaf, *(traced.num_leaves + k for k in self._states_of(piece.leaf))]
             known = {j: x.astype(avals[j].dtype) for j, x in zip(indices, [gradient, *states], strict=True)}
-            outputs = wanted(piece.leaf)
+            outputs, of_params = wanted(piece.leaf), traced.num_leaves + traced.num_states + piece.leaf
+            if self.own_params is not None:
+                known[of_params] = self.own_params[i]
             if gradient.size == avals[piece.leaf].size and piece.leaf not in self.in_blocks:
                 whole = {j: jnp.reshape(x, avals[j].shape) for j, x in known.items()}
                 if traced.scalars is None:
@@ -75,8 +79,8 @@ class OwnInputs:
                     inputs = self._inputs(*fence((whole, self.scalars)))
                     results[i] = fence(each_rounded(partial(slicing.compute, traced.closed, outputs), inputs))
                 continue
-            of_params = traced.num_leaves + traced.num_states + piece.leaf
-            known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
+            if self.own_params is None:
+                known[of_params] = jnp.reshape(jax.tree.leaves(self.params)[piece.leaf], -1)[piece.start : piece.stop]
             shape = avals[piece.leaf].shape
             if traced.scalars is None:
                 bounds = slicing.Bounds(shape, piece.start, piece.stop, gradient.size)
@@ -112,7 +116,7 @@ class OwnInputs:
         known = (
             {self.traced.num_leaves + k: x for k, x in self.shared.items()}
             | {first_param + i: x for i, x in enumerate(params)}
-            | {first_param + len(params) + i: x for i, x in enumerate(self.norms)}
+            | {first_param + self.traced.num_leaves + i: x for i, x in enumerate(self.norms)}
             | {num_inputs - len(scalars) + i: x for i, x in enumerate(scalars)}
             | known
         )
