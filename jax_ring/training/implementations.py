@@ -21,12 +21,14 @@ class Implementation(NamedTuple):
       psum: the sum.
       psum_scatter: in tiles along dimension 0.
       all_gather: the inverse layout; invariant over the axis with vma tracking.
+      all_to_all: (tree, axis_name, split_axis, concat_axis) -> tree.
       broadcast: with the keyword argument `root`.
     """
 
     psum: Callable
     psum_scatter: Callable
     all_gather: Callable
+    all_to_all: Callable
     broadcast: Callable
 
 
@@ -44,12 +46,14 @@ _IMPLEMENTATIONS: dict[Impl, Implementation] = {
         collectives.ring_psum,
         partial(collectives.ring_psum_scatter, tiled=True),
         partial(collectives.ring_all_gather, tiled=True, to="invarying"),
+        collectives.ring_all_to_all,
         collectives.ring_broadcast,
     ),
     "lax": Implementation(
         lax.psum,
         partial(lax.psum_scatter, tiled=True),
         partial(lax.all_gather, tiled=True, to="invarying"),
+        lax.all_to_all,
         _lax_broadcast,
     ),
 }

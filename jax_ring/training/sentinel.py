@@ -82,9 +82,9 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
     for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, divided)):
         if isinstance(shards, divided):
             raise ValueError(
-                f"{function}: what is at {path_text(path)} are shards, a {type(shards).__name__}, of which each rank has "
-                "another part: there are no copies to compare. Leave them out. For copies of shards along another axis "
-                "pass that axis and their arrays."
+                f"{function}: what is at {path_text(path)} are shards, a {type(shards).__name__}, of which each rank "
+                "has another part: there are no copies to compare. Leave them out. For copies of shards along another "
+                "axis pass that axis and their arrays."
             )
     names, arrays = tuple(path_texts(tree, "the array")), jax.tree.leaves(tree)
     if not names:

@@ -101,7 +101,7 @@ class Reduction:
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
         unchanged = {*BucketOptions.__annotations__, "overlap", "order"}
         others: Any = {name: value for name, value in options.items() if name in unchanged}
-        return cls(function, wire=_wire_of(function, name, dtype, options.get("key")), **others)
+        return cls(function, wire=wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
         implementation(self.function, self.impl, self.overlap)
@@ -247,7 +247,8 @@ class Reduction:
         return self.reduce(numbers, axis_name, count if mean else 1, residual=residual, value=value)
 
 
-def _wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any) -> FloatWire | Int8Wire:
+def wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any = None) -> FloatWire | Int8Wire:
+    """The wire for an argument. Raises TypeError or ValueError, as `sync_gradients` does."""
     if is_int8(dtype):
         return int8_wire(function, key)
     if key is not None:

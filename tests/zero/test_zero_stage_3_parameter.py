@@ -186,11 +186,11 @@ def test_wrong_uses():
             inside(use, PARAMS)
 
     mesh = make_mesh((2, 2), ("i", "copies"))
-    specs = optimizer.param_specs(PARAMS)
-    shards = sharded(optimizer.shard, mesh=mesh, in_specs=P(), out_specs=specs)(PARAMS)
+    specs = tree.param_specs(PARAMS)
+    shards = sharded(tree.shard, mesh=mesh, in_specs=P(), out_specs=specs)(PARAMS)
     assert_replicated(shards)
     of_two = jax.device_get(shards)
     with pytest.raises(ValueError, match="another number of ranks have to pass through `repartition`"):
-        sharded(optimizer.gather, mesh=make_mesh((4,)), in_specs=(specs,), out_specs=P())(
+        sharded(tree.gather, mesh=make_mesh((4,)), in_specs=(specs,), out_specs=P())(
             jax.tree.map(lambda x: np.concatenate([x, x]), of_two)
         )

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import axes_of, check_named
 from jax_ring.options import path_text
-from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sync import is_float0
+from jax_ring.training.zero import wires
 from jax_ring.training.zero.flat import check_state, repartitioned
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import (
@@ -115,8 +115,7 @@ def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
 
 def whole_vectors(shards: ShardedParams, reduction: Reduction) -> dict[str, jax.Array]:
     """The vectors of the whole parameters, on every rank."""
-    gather = implementation("sharded_optimizer", reduction.impl, reduction.overlap).all_gather
-    return {name: gather(x, reduction.axis_name, axis=x.ndim - 1) for name, x in shards.vectors.items()}
+    return wires.gathered(shards.vectors, reduction)
 
 
 def scattered(gradients: Any, shards: ShardedParams, reduction: Reduction, *, mean: bool = True) -> ShardedParams:

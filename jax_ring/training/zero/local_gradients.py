@@ -15,7 +15,10 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import Order, bucketed, check_arrays
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import check_local, is_float0, sync_gradients
+from jax_ring.training.wire import UNCHANGED, FloatWire
+from jax_ring.training.zero import wires
 from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.interface import by_dtype, check_same_tree
 from jax_ring.training.zero.vectors import flat
@@ -29,6 +32,8 @@ class Reduction(NamedTuple):
     order: Order
     overlap: bool
     num_shards: int | None = None
+    wire: FloatWire | Int8Wire = UNCHANGED
+    param_wire: FloatWire | Int8Wire = UNCHANGED
 
     @property
     def is_tree(self) -> bool:
@@ -45,6 +50,13 @@ class Reduction(NamedTuple):
         if self.num_shards is not None:
             num_ranks = check_divisible("sharded_optimizer", self.num_shards, num_ranks)
         return num_ranks * BLOCK if self.is_tree else num_ranks
+
+    def sums_of_parts(self, vectors: Any) -> Any:
+        """This rank's part of the sums of vectors over the ranks."""
+        if self.impl == "lax":
+            return implementation("sharded_optimizer", self.impl, self.overlap).psum_scatter(vectors, self.axis_name)
+        with bucketed(self.overlap):
+            return ring_psum_scatter(vectors, self.axis_name, tiled=True, order=self.order)
 
 
 class LocalGradients(NamedTuple):
@@ -119,12 +131,9 @@ class LocalGradients(NamedTuple):
 
     def scattered_sums(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """This rank's part of the sums over the ranks of `packed` vectors, in their dtypes."""
-        axis_name, impl, order, overlap, _ = self.reduction
-        if impl == "lax":
-            return implementation("sharded_optimizer", impl, overlap).psum_scatter(vectors, axis_name)
-        with bucketed(overlap):
-            sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
-            return ring_psum_scatter(sums, axis_name, tiled=True, order=order)
+        if self.reduction.wire != UNCHANGED:
+            return wires.scattered(vectors, self.reduction)
+        return self.reduction.sums_of_parts(self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors)))
 
     def scattered(self, params: Any, multiple: int, *, mean: bool = True) -> dict[str, jax.Array]:
         """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters."""
@@ -136,11 +145,12 @@ class LocalGradients(NamedTuple):
 
     def synced(self, dtypes: list) -> list[jax.Array]:
         """The means over all ranks, each summed in one of these dtypes."""
-        axis_name, impl, order, overlap, _ = self.reduction
         leaves: Any = self.leaves
         if self.num_shards is None:
             leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        return sync_gradients(self._sums(leaves, dtypes), axis_name, impl=impl, overlap=overlap, order=order)
+        axis_name, impl, order, overlap, _, wire, _ = self.reduction
+        sent = "int8" if isinstance(wire, Int8Wire) else wire.dtype
+        return sync_gradients(self._sums(leaves, dtypes), axis_name, impl=impl, overlap=overlap, order=order, wire=sent)
 
     def mean(self, total: jax.Array, dtype: Any) -> jax.Array:
         """A sum over all ranks, divided by the number of ranks or shards, and then rounded."""

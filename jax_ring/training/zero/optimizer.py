@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
 from jax_ring.options import Order, check_choice, integer
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sentinel import check_every
+from jax_ring.training.sync import wire_of
+from jax_ring.training.wire import UNCHANGED
 from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
@@ -35,6 +40,8 @@ def sharded_optimizer(
     overlap: bool = True,
     check_replicas: int | None = None,
     num_shards: int | None = None,
+    wire: DTypeLike | None = None,
+    param_wire: DTypeLike | None = None,
 ) -> ShardedOptimizer:
     """Shards an optax optimizer over the ranks of a mapped axis: each holds 1/p of its state.
 
@@ -77,17 +84,22 @@ def sharded_optimizer(
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
       num_shards: V, a multiple of all numbers of ranks that the training may run on. The flat vectors are then padded
         for V ranks, and their shapes do not depend on p. Needed there with stage=3 and order="tree".
+      wire: how gradients are sent, as for `sync_gradients`, to the nearest; not with order="tree". In stages 2 and 3
+        int8 blocks are rounded once, by the rank that sends them.
+      param_wire: the same for parameters that `gather` brings together, with stage=3, in all orders; with order="tree"
+        int8 needs the flat layout. Those at rest are not rounded.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
 
     Raises:
-      TypeError: if `tx` has no `init` and `update`.
+      TypeError: if `tx` has no `init` and `update`, or for a `wire` that `sync_gradients` refuses.
       ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the order,
-        if stage=3 has `check_replicas`, or a tree without `num_shards`, if layout="parameter" has `num_shards`, if p
-        does not divide V, or if `tx` cannot be sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not
-        have the tree and shapes of the parameters, or the state does not have those that `init` makes; for a
-        `ShardSums` without order="tree"; and with vma tracking, if gradients are already the same on all ranks.
+        if `order`, `layout` or `stage` cannot have `wire` or `param_wire`, if stage=3 has `check_replicas`, or a tree
+        without `num_shards`, if layout="parameter" has `num_shards`, if p does not divide V, or if `tx` cannot be
+        sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not have the tree and
+        shapes of the parameters, or the state does not have those that `init` makes; for a `ShardSums` without
+        order="tree"; and with vma tracking, if gradients are already the same on all ranks.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"sharded_optimizer: stage must be 1, 2 or 3, got {stage!r}")
@@ -104,7 +116,9 @@ def sharded_optimizer(
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     _check_division(stage, layout, order, num_shards, check_replicas)
-    reduction = Reduction(axis_name, impl, order, overlap, num_shards)
+    wires = (wire_of("sharded_optimizer", "wire", wire), wire_of("sharded_optimizer", "param_wire", param_wire))
+    _check_wires(stage, layout, order, *wires)
+    reduction = Reduction(axis_name, impl, order, overlap, num_shards, *wires)
     if layout == "parameter":
         sharded = parameter_layout(tx, stage=stage, reduction=reduction)
         return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
@@ -138,4 +152,28 @@ def _check_division(
         raise ValueError(
             "sharded_optimizer: with stage=3 there is one copy of each parameter, and so nothing that check_replicas "
             "could compare. Leave it out."
+        )
+
+
+def _check_wires(stage: Stage, layout: Layout, order: Order, wire: Any, param_wire: Any) -> None:
+    """Raises ValueError for a wire that another option excludes."""
+    if wire != UNCHANGED and order == "tree":
+        raise ValueError(
+            "sharded_optimizer: order='tree' cannot have a wire, because rounding the sums of a rank's shards would "
+            "make the bits depend on the number of ranks. Leave wire out, or order. param_wire, for the parameters "
+            "that are gathered, is for all orders."
+        )
+    if isinstance(wire, Int8Wire) and order == "ring":
+        raise ValueError(
+            f"sharded_optimizer: order={order!r} cannot have wire='int8', whose blocks are added in rank order"
+        )
+    if param_wire != UNCHANGED and stage != 3:
+        raise ValueError(
+            f"sharded_optimizer: param_wire is for parameters that are gathered, and with stage={stage} every rank has "
+            "them. Pass stage=3, or leave it out."
+        )
+    if isinstance(param_wire, Int8Wire) and order == "tree" and layout == "parameter":
+        raise ValueError(
+            "sharded_optimizer: param_wire='int8' with layout='parameter' has other blocks on another number of ranks, "
+            "so order='tree' could not keep its promise. Pass a float, such as jnp.bfloat16, or layout='flat'."
         )

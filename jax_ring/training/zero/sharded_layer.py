@@ -10,20 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import check_function, integer
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
-from jax_ring.training.sync import is_float0
+from jax_ring.training.sync import is_float0, wire_of
 from jax_ring.training.zero.divided import checked_shards, gathered, scattered, whole_vectors
 from jax_ring.training.zero.local_gradients import Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
 
 def sharded_layer(
-    f: Callable[[Any, Any], Any], axis_name: AxisName, *, num_shards: int
+    f: Callable[[Any, Any], Any], axis_name: AxisName, *, num_shards: int, param_wire: DTypeLike | None = None
 ) -> Callable[[ShardedParams, Any], Any]:
     """A layer with divided parameters, computed for each shard of the batch: the same bits on any number of ranks.
 
@@ -49,6 +50,7 @@ def sharded_layer(
         closure.
       axis_name: as for `sharded_optimizer`.
       num_shards: V, as for the optimizer.
+      param_wire: as for `sharded_optimizer`. Gradients are those with respect to the rounded parameters.
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this
@@ -60,15 +62,16 @@ def sharded_layer(
       ValueError: if p does not divide V, if a leaf of inputs does not have V/p shards, if the shards are divided
         otherwise, or if `f` communicates over the axis.
       TypeError: if `f` returns anything but arrays of numbers, or closes over traced arrays of floats; for stacked
-        shards, if its result has other types than its inputs.
+        shards, if its result has other types than its inputs; for a `param_wire` that `sharded_optimizer` refuses.
       NameError: if no enclosing transformation binds the axis.
     """
     check_function("sharded_layer", "f", f)
     check_axis_name("sharded_layer", axis_name)
     num_shards = integer("sharded_layer", "num_shards", num_shards)
+    wire = wire_of("sharded_layer", "param_wire", param_wire)
 
     def layer(shards: ShardedParams, inputs: Any) -> Any:
-        where = _Shards.of(axis_name, num_shards, shards, inputs)
+        where = _Shards.of(axis_name, num_shards, wire, shards, inputs)
         shards, inputs = where.own_copies((shards, inputs))  # JAX itself adds up cotangents over further axes
         first = jax.tree.map(lambda x: x[0], inputs)
         g, closed_over = where.closed(lambda own, params: f(params, own), first, where.types_of(shards))
@@ -93,11 +96,11 @@ class _Shards(Parts):
     reduction: Reduction
 
     @classmethod
-    def of(cls, axis_name: AxisName, num_shards: int, shards: Any, inputs: Any) -> _Shards:
+    def of(cls, axis_name: AxisName, num_shards: int, wire: Any, shards: Any, inputs: Any) -> _Shards:
         function, axes = "sharded_layer", axes_of(axis_name)
         check_named(function, axes)
         each = check_divisible(function, num_shards, num_ranks(axes)) // num_ranks(axes)
-        reduction = Reduction(axis_name, "ring", "tree", True, num_shards)
+        reduction = Reduction(axis_name, "ring", "tree", True, num_shards, param_wire=wire)
         if not is_sharded(checked_shards(shards, reduction)) or any(x.ndim > 2 for x in shards.vectors.values()):
             raise ValueError(
                 "sharded_layer: takes the ShardedParams of one layer, or those of several layers stacked in a first "

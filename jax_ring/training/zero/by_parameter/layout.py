@@ -15,6 +15,7 @@ from jax_ring.collectives.axes import axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero import wires
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.by_parameter.norm import norm_over_ranks
@@ -74,7 +75,7 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
 
     def gather(shards):
         shards, vectors = checked(shards)
-        return separated(shards.unpacked(run.all_gather(vectors, axis_name), reduction.num_ranks))
+        return separated(shards.unpacked(wires.gathered(vectors, reduction), reduction.num_ranks))
 
     def shapes_of(params):
         return params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)

@@ -70,8 +70,8 @@ class Shares:
             [
                 "rank     elements  bytes of state  parameters",
                 *lines,
-                f"each rank allocates {self.allocated_bytes:,} bytes of state and {self.parameter_bytes:,} of parameters; "
-                f"gradients and updates are sent with {self.padding:.3f} times their elements",
+                f"each rank allocates {self.allocated_bytes:,} bytes of state and {self.parameter_bytes:,} of "
+                f"parameters; gradients and updates are sent with {self.padding:.3f} times their elements",
             ]
         )
 
@@ -142,15 +142,17 @@ class Plan:
             cut = piece.stop - piece.start < leaves[piece.leaf].size
             return paths[piece.leaf] + (f"[{piece.start}:{piece.stop} of {leaves[piece.leaf].size}]" if cut else "")
 
-        arrays = [self.state.arrays[k] for k in self.shared]
-        shared_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
+        def num_bytes(arrays):
+            return sum(x.size * x.dtype.itemsize for x in arrays)
+
+        shared_bytes = num_bytes(self.state.arrays[k] for k in self.shared)
         return Shares(
             parameters=tuple(tuple(map(name, pieces)) for pieces in self.pieces),
             elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces),
             state_bytes=tuple(self.state.used_bytes),
             shared_bytes=shared_bytes,
             allocated_bytes=shared_bytes + self.state.block_bytes,
-            parameter_bytes=blocks.block_bytes if self.division else sum(x.size * x.dtype.itemsize for x in leaves),
+            parameter_bytes=num_bytes(leaves) if self.division is None else blocks.block_bytes,
             padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
 
