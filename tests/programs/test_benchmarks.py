@@ -361,6 +361,7 @@ def test_memory_at_rest():
         ("replicated", "3.00 |"),
         ("stage 2", "2.00 |"),
         ("stage 3", "1.50 |"),
+        ("stage 3, whole parameters", "1.50 |"),
     ]
 
 
