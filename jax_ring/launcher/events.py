@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax_ring.launcher.elastic_hosts.groups import Group
 from jax_ring.launcher.failures import Failure
 
 
@@ -74,13 +75,15 @@ class RemoteStop(NamedTuple):
 
 
 class RemoteBegin(NamedTuple):
-    """The leading launcher starts an attempt: the processes of this host, its index, and the plan that all share."""
+    """The leading launcher starts an attempt.
 
-    restart: int
-    processes: int
-    node: int
-    firsts: tuple[int, ...]
-    total: int
+    Attributes:
+      group: of which this host is one.
+      coordinator: host:port of the coordination service.
+      restarts: used up by the job so far.
+    """
+
+    group: Group
     coordinator: str
     restarts: int
 

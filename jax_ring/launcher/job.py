@@ -127,6 +127,18 @@ class Job:
         if self._attempt is not None:
             self._attempt.reap()
 
+    def _end_of(self, event: events.Event) -> Outcome | None:
+        """The end of the job on this host, if it is a signal, or the word of the launcher that decides."""
+        match event:
+            case events.Signalled(signum):
+                self._output.log(f"received {signal.Signals(signum).name}")
+                return Outcome(128 + signum, is_stopped=True)
+            case events.RemoteEnd(status, reason):
+                if status:
+                    self._output.log(f"failed: {reason}")
+                return Outcome(status)
+        return None
+
     async def _signal_within(self, seconds: float | None) -> int | None:
         """Waits; returns a signal received meanwhile, or None. Other events stay queued."""
         others: list[events.Event] = []
@@ -156,6 +168,8 @@ class Job:
         task.cancel()
         signals.cancel()
         await asyncio.wait({task, signals})  # the events that it holds are queued again
+        if is_done and not signals.cancelled() and (late := signals.result()) is not None:
+            self._queue.put_nowait(events.Signalled(late))
         return signum, is_done
 
     async def _drained(self, outcome: Outcome) -> int:

@@ -4,6 +4,7 @@ A leader proposes a group with the next number to all its hosts, and starts it w
 cannot reach each other never both start: both would need some of the hosts of the last group.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,15 @@ class Group(NamedTuple):
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(host.id for host in self.hosts)
+
+    @property
+    def num_processes(self) -> int:
+        return sum(host.processes for host in self.hosts)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The index of each host's first process."""
+        return tuple(itertools.accumulate((host.processes for host in self.hosts[:-1]), initial=0))
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether hosts with these ids are enough of the group for a next one.

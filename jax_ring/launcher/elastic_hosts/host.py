@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-import signal
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -214,14 +213,10 @@ class ElasticHost(Job):
             service = Service(self._output)
             try:
                 self._forget_all_but_signals()
-                total, firsts = leader.begin(group, coordinator)
+                leader.begin(group, coordinator)
                 self._say(group)
-                service.begin(coordinator, total)
-                own = group.ids.index(self._own.id) if self._own.id in group.ids else -1
-                slots = tuple(range(group.hosts[own].processes if own >= 0 else 0))
-                first = firsts[own] if own >= 0 else 0
-                plan = Plan(group.number - 1, slots, first, total, coordinator, tuple(firsts))
-                outcome = (await self._watch(plan, leader)).blamed_on(service.failure())
+                service.begin(coordinator, group.num_processes)
+                outcome = (await self._watch(self._plan(group, coordinator), leader)).blamed_on(service.failure())
                 if outcome.status != 0:
                     # Their launchers end their processes within the same time. Otherwise drop them.
                     await self._within(leader.stopped(), self._options.failure_grace + self._options.grace)
@@ -231,6 +226,12 @@ class ElasticHost(Job):
                 leader.ended()
                 service.end()
                 self._note_end()
+
+    def _plan(self, group: Group, coordinator: str) -> Plan:
+        """This host's part of an attempt. A leader that is a spare has no processes."""
+        processes = {host.id: (first, host.processes) for host, first in zip(group.hosts, group.firsts, strict=True)}
+        first, count = processes.get(self._own.id, (0, 0))
+        return Plan(group.number - 1, tuple(range(count)), first, group.num_processes, coordinator, group.firsts)
 
     def _say(self, group: Group) -> None:
         hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
@@ -284,23 +285,15 @@ class ElasticHost(Job):
                 await self._unless_signalled(self._ask(), None)
                 follower.tell_gone(self._gone())
                 continue
+            if (end := self._end_of(event)) is not None:
+                return end
             match event:
-                case events.Signalled(signum):
-                    self._output.log(f"received {signal.Signals(signum).name}")
-                    return Outcome(128 + signum, is_stopped=True)
-                case events.RemoteEnd(status, reason):
-                    if status:
-                        self._output.log(f"failed: {reason}")
-                    return Outcome(status)
                 case events.RemoteStop() if follower.is_lost:
                     self._output.log(event.reason)
                     return None
-                case events.RemoteBegin():
-                    self._restarts = event.restarts
-                    slots = tuple(range(event.processes))
-                    first = event.firsts[event.node]
-                    plan = Plan(event.restart, slots, first, event.total, event.coordinator, event.firsts)
-                    outcome = await self._watch(plan, follower)
+                case events.RemoteBegin(group, coordinator, restarts):
+                    self._restarts = restarts
+                    outcome = await self._watch(self._plan(group, coordinator), follower)
                     self._note_end()
                     if outcome.is_stopped or outcome.is_ended:
                         return outcome

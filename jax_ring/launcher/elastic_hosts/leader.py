@@ -94,7 +94,7 @@ class Leader(Remote):
             guest.accepted = message["accepted"]
         elif "gone" in message:
             guest.gone = message["gone"]
-        elif self.group is not None and message.get("number") == self.group.number:
+        elif self.group is not None and message.get("attempt") == self.group.number:
             if "failed" in message:
                 failure = Failure(**message["failed"])
                 index = self.group.ids.index(guest.host.id)
@@ -181,22 +181,16 @@ class Leader(Remote):
         """Whether all its hosts are here."""
         return set(group.ids) <= {self._own.id, *self.guests}
 
-    def begin(self, group: Group, coordinator: str) -> tuple[int, list[int]]:
-        """Starts an attempt on other hosts; returns the number of all processes, and the first one of each host."""
+    def begin(self, group: Group, coordinator: str) -> None:
+        """Starts an attempt on other hosts."""
         self.group = group
         self._succeeded, self._stopped, self._left = set(), set(), set()
         self._is_change_pending = self._is_stopping = self.has_lost = False
-        firsts, total = [], 0
-        for host in group.hosts:
-            firsts.append(total)
-            total += host.processes
-        for host in group.hosts:
-            if host.id in self.guests:
-                start = {"group": group, "total": total, "coordinator": coordinator, "restarts": self.restarts}
-                self.guests[host.id].link.send({"start": start})
+        for host in set(self.guests) & set(group.ids):
+            start = {"group": group, "coordinator": coordinator, "restarts": self.restarts}
+            self.guests[host].link.send({"start": start})
         for spare in set(self.guests) - set(group.ids):
             self.guests[spare].link.send({"started": group})
-        return total, firsts
 
     async def stopped(self) -> None:
         """Waits until other hosts' processes have ended, or their launchers are gone."""

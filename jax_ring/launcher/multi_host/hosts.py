@@ -1,7 +1,6 @@
 """A job on several hosts: what launchers do beside running their own processes."""
 
 import itertools
-import signal
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
@@ -92,20 +91,15 @@ class OtherHost(Job):
         options = self._options
         while True:
             event = await self._queue.get()
-            match event:
-                case events.Signalled(signum):
-                    self._output.log(f"received {signal.Signals(signum).name}")
-                    return Outcome(128 + signum, is_stopped=True)
-                case events.RemoteEnd(status, reason):
-                    if status:
-                        self._output.log(f"failed: {reason}")
-                    return Outcome(status)
-                case events.RemoteStart(restart, first, num_processes, coordinator):
-                    slots = tuple(range(options.processes))
-                    outcome = await self._watch(Plan(restart, slots, first, num_processes, coordinator), self._spoke)
-                    if outcome.is_stopped or outcome.is_ended:
-                        return outcome
-                    self._spoke.tell_stopped()
+            if (end := self._end_of(event)) is not None:
+                return end
+            if isinstance(event, events.RemoteStart):
+                restart, first, num_processes, coordinator = event
+                slots = tuple(range(options.processes))
+                outcome = await self._watch(Plan(restart, slots, first, num_processes, coordinator), self._spoke)
+                if outcome.is_stopped or outcome.is_ended:
+                    return outcome
+                self._spoke.tell_stopped()
 
 
 def job(options: Options) -> Job:

@@ -92,6 +92,46 @@ class Link:
         self.send({"alive": [time.monotonic(), self._others_time]})
 
 
+class Led(Remote):
+    """The side of a launcher for which another one decides: tells it what becomes of this host's processes.
+
+    Attributes:
+      is_lost: whether the other launcher is gone.
+    """
+
+    _link: Link
+    _receiving: asyncio.Task[None]
+
+    def __init__(self, queue: asyncio.Queue[events.Event]) -> None:
+        self._queue = queue
+        self._attempt = self._index = -1
+        self._has_told_success = False
+        self.is_lost = False
+
+    def _begin(self, attempt: int, index: int) -> None:
+        """An attempt begins, on this host as the one with this index."""
+        self._attempt, self._index, self._has_told_success = attempt, index, False
+
+    async def close(self) -> None:
+        self._receiving.cancel()
+        await self._link.close()
+
+    # Called by the attempt:
+
+    def tell_failure(self, failure: Failure) -> bool:
+        renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._index}")
+        self._tell("failed", dataclasses.asdict(renamed))
+        return not self.is_lost
+
+    def tell_success(self) -> None:
+        if not self._has_told_success:
+            self._has_told_success = True
+            self._tell("succeeded", True)
+
+    def _tell(self, what: str, value: Any) -> None:
+        self._link.send({what: value, "attempt": self._attempt})
+
+
 class Hub(Remote):
     """Host 0's side."""
 
@@ -189,7 +229,7 @@ class Hub(Remote):
         return ""
 
     def _take(self, node: int, message: dict[str, Any]) -> None:
-        if message.get("restart") != self._restart:
+        if message.get("attempt") != self._restart:
             return
         if "failed" in message:
             self._queue.put_nowait(events.RemoteFailed(node, Failure(**message["failed"])))
@@ -208,14 +248,12 @@ class Hub(Remote):
         await self._changed.wait()
 
 
-class Spoke(Remote):
+class Spoke(Led):
     """Another host's side, which queues what host 0 wants."""
 
     def __init__(self, node: int, queue: asyncio.Queue[events.Event]) -> None:
-        self._node, self._queue = node, queue
-        self._restart = -1
-        self._has_told_success = False
-        self.is_lost = False
+        super().__init__(queue)
+        self._node = node
 
     async def connect(self, host: str, port: int, nnodes: int, processes: int) -> None:
         """Connects to host 0, once it is there; set a time limit."""
@@ -233,11 +271,11 @@ class Spoke(Remote):
         while (message := await self._link.receive()) is not None:
             if "start" in message:
                 start = events.RemoteStart(*message["start"])
-                self._restart, self._has_told_success = start.restart, False
+                self._begin(start.restart, self._node)
                 self._queue.put_nowait(start)
             elif "stop" in message:
                 restart, signum, grace, reason = message["stop"]
-                if restart == self._restart:
+                if restart == self._attempt:
                     self._queue.put_nowait(events.RemoteStop(signum, grace, reason))
             elif "end" in message:
                 self._queue.put_nowait(events.RemoteEnd(*message["end"]))
@@ -253,22 +291,3 @@ class Spoke(Remote):
     def tell_stopped(self) -> None:
         """Tells host 0 that this host's processes have ended."""
         self._tell("stopped", True)
-
-    async def close(self) -> None:
-        self._receiving.cancel()
-        await self._link.close()
-
-    # Called by the attempt:
-
-    def tell_failure(self, failure: Failure) -> bool:
-        renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._node}")
-        self._tell("failed", dataclasses.asdict(renamed))
-        return not self.is_lost
-
-    def tell_success(self) -> None:
-        if not self._has_told_success:
-            self._has_told_success = True
-            self._tell("succeeded", True)
-
-    def _tell(self, what: str, value: Any) -> None:
-        self._link.send({what: value, "restart": self._restart})
