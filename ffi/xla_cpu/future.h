@@ -18,7 +18,7 @@
 namespace jax_ring::cpu {
 
 // A call's later completion. xla::ffi::Future makes the runtime's future when the handler returns, and finds it from
-// the promise by two more allocations and several atomic operations: a tenth of a small call.
+// the promise by two more allocations and several atomic operations for each rank.
 //
 // The runtime frees a future that a handler has returned, once it is set. There is no other way to free one.
 class Future {

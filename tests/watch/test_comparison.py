@@ -57,6 +57,17 @@ def test_those_who_hang_a_little_later_are_named_as_well():
         assert found == ([Verdict((52, 52), (0, 1))] if step == 4 else [])
 
 
+def test_one_that_has_exited_is_still_ahead():
+    def found(ended, *notes, times=20):
+        comparison, given = Comparison(), dict(enumerate(notes))
+        return [each for _ in range(times) if (each := comparison.look(given, 1.0, LIMIT, [ended]))]
+
+    assert found(note(5, 5), note(3, 3)) == [Verdict((4, 4), (0,))]
+    assert found(note(5, 5), note(5, 5)) == found(note(5, 5), note(7, 7)) == []
+    assert found(note(5, 5), note(1, 1, generation=1)) == []  # of a generation that has ended
+    assert found(note(5, 5, counts=EXECUTIONS), note(3, 3)) == []
+
+
 def test_a_compilation_stops_the_clock():
     comparison = Comparison()
     assert look(comparison, note(1, 0), note(1, 0, compiling=1), times=100) == []

@@ -1,6 +1,6 @@
 """Which processes are behind, and for how long nothing has come of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
@@ -38,10 +38,13 @@ class Comparison:
         """Makes the next verdict possible at once."""
         self._reported.clear()
 
-    def look(self, notes: Mapping[int, Notes], elapsed: float, limit: float) -> Verdict | None:
+    def look(
+        self, notes: Mapping[int, Notes], elapsed: float, limit: float, ended: Iterable[Notes] = ()
+    ) -> Verdict | None:
         """Looks at all running processes; returns a verdict once until one of those behind goes on.
 
         elapsed: seconds since the last look, of which no more count than the caller should have let pass.
+        ended: notes of processes that have ended well, whose steps the others still lack.
         """
         if not any(each.compiling_since for each in notes.values()):
             self._clock += elapsed
@@ -50,7 +53,8 @@ class Comparison:
             return None
         newest = max(each.generation for each in members.values())
         members = {number: each for number, each in members.items() if each.generation == newest}
-        furthest = max((each.started for each in members.values() if each.counts == STEPS), default=0)
+        others = [each for each in ended if each.generation == newest]
+        furthest = max((each.started for each in (*members.values(), *others) if each.counts == STEPS), default=0)
         lacking: dict[int, tuple] = {}
         for number, each in members.items():
             if each.completed < (each.started if each.counts == EXECUTIONS else furthest):

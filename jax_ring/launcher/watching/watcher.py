@@ -51,7 +51,7 @@ class Watcher:
             # Time in which the launcher could not run does not count.
             elapsed, before = min(loop.time() - before, 2 * wait), loop.time()
             self._note_compilations(notes, limit)
-            if (verdict := self._comparison.look(notes, elapsed, limit)) is not None:
+            if (verdict := self._comparison.look(notes, elapsed, limit, self._read(0).values())) is not None:
                 await self._report(verdict, notes, limit)
 
     def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
@@ -61,8 +61,9 @@ class Watcher:
             self._answered.set()
         self._questions[process.number] = answer
 
-    def _read(self) -> dict[int, Notes]:
-        return {number: process.page.read() for number, process in self._processes.items() if process.status is None}
+    def _read(self, status: int | None = None) -> dict[int, Notes]:
+        """The notes of running processes, or of those that have exited with a status."""
+        return {number: each.page.read() for number, each in self._processes.items() if each.status == status}
 
     def _limit(self, notes: Mapping[int, Notes]) -> float:
         """Seconds; 0 if nothing is watched."""
