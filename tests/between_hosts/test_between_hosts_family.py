@@ -214,7 +214,7 @@ def traffic():
             (24,),
             [
                 ("jax_ring_reduce_scatter", ("u32[6]",)),
-                ("all-reduce", ("u32[6]",)),
+                ("all-to-all", ("u32[1,6]", "u32[1,6]")),
                 ("jax_ring_all_gather", ("u32[4,6]",)),
             ],
             24,
@@ -224,7 +224,7 @@ def traffic():
             (24,),
             [
                 ("jax_ring_reduce_scatter", ("f32[6]",)),
-                ("all-reduce", ("f32[6]",)),
+                ("all-to-all", ("u32[1,6]", "u32[1,6]")),
                 ("jax_ring_all_gather", ("f32[4,6]",)),
             ],
             24,
@@ -264,7 +264,7 @@ def several_operands():
             small,
             [
                 ("jax_ring_reduce_scatter", ("u32[1]", "u32[1]")),
-                ("all-reduce", ("u32[1]", "u32[1]")),
+                ("all-to-all", ("u32[1,2]", "u32[1,2]")),
                 ("jax_ring_all_gather", ("u32[4,1]", "u32[4,1]")),
             ],
         ),

@@ -18,8 +18,9 @@ from test_two_level import (
     on_mesh,
 )
 
-from jax_ring import explain, ring_all_gather, ring_ppermute, ring_psum, sync_gradients
+from jax_ring import explain, ring_all_gather, ring_pmax, ring_ppermute, ring_psum, sync_gradients
 from jax_ring.lowering.hierarchical import all_reduce
+from jax_ring.lowering.passes import exchanges
 
 RNG = np.random.default_rng(0)  # the same numbers in all processes
 
@@ -82,6 +83,26 @@ def small_floats_of_three_hosts():
         assert_local_shards(fun(arrays), rank_fold(np.stack(of_hosts)).astype(jnp.bfloat16)[None])
 
 
+def small_messages_of_three_hosts():
+    """They are added in the order of the hosts, and sent to both others. In a joined exchange, too."""
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    limit = exchanges.SMALL_BYTES // 2 // 4  # elements of which two copies may leave each host
+    for dtype, size in ((np.float32, limit), (jnp.bfloat16, limit), (np.float32, 7)):
+        values = RNG.standard_normal((6, size)).astype(dtype)
+        of_hosts = [rank_fold(values[2 * host : 2 * host + 2].astype(np.float32)) for host in range(3)]
+        fun, arrays = on_mesh(lambda x: (ring_psum(x, "i"), ring_pmax(x[:, :5], "i")), mesh, values, out_specs=P())
+        found = explain(fun, arrays)
+        assert {i.name for i in found.instructions if not i.name.startswith("jax_ring")} == {"all-to-all"}
+        assert found.predicted_bytes == found.counted_bytes
+        total, largest = fun(arrays)
+        assert_local_shards(total, rank_fold(np.stack(of_hosts)).astype(dtype)[None])
+        assert_local_shards(largest, values[:, :5].max(0)[None])
+    fun, arrays = on_mesh(lambda x: ring_psum(x, "i"), mesh, integers(6, limit + 2), out_specs=P())
+    found = explain(fun, arrays)
+    assert "all-reduce" in {i.name for i in found.instructions}
+    assert found.predicted_bytes == found.counted_bytes
+
+
 def narrow_wires_of_three_hosts():
     mesh = Mesh(np.array(jax.devices()), ("i",))
     for wire in (jnp.bfloat16, np.float16):
@@ -90,6 +111,7 @@ def narrow_wires_of_three_hosts():
 
 @pytest.mark.jax_processes(3, devices=2, environment=[{"JAX_RING_HOST_ID": host} for host in "abc"])
 def test_three_hosts():
+    small_messages_of_three_hosts()
     small_floats_of_three_hosts()
     cut_small_parts()
     narrow_wires_of_three_hosts()

@@ -1,6 +1,7 @@
 """All-reduce across hosts: two processes of four devices each, with a different JAX_RING_HOST_ID."""
 
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax_ring import (
     ring_psum_scatter,
 )
 from jax_ring.lowering.hierarchical import all_reduce
+from jax_ring.lowering.passes import exchanges
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 TWO_HOSTS = [{"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}]
@@ -133,27 +135,93 @@ def transformations():
 
 
 def traffic_across_hosts():
-    """All operands share a reduce-scatter, an all-reduce of a quarter of the bytes, and an all-gather."""
+    """All operands share a reduce-scatter, one collective of XLA for a quarter of the bytes, and an all-gather."""
     mesh = Mesh(by_host().T.reshape(8), ("i",))
-    values = [integers(8, 16, 4), integers(8, 10)]
+    medium = exchanges.SMALL_BYTES // 4 + 4  # elements
+    for sizes, crossing in [
+        ((64, 10), ("all-to-all", ("u32[1,19]", "u32[1,19]"), (2, 2, 2, 2))),
+        ((medium - 4 - 12, 10), ("all-to-all", (f"u32[1,{medium // 4 - 1}]",) * 2, (2, 2, 2, 2))),
+        ((medium, 10), ("all-reduce", (f"f32[{medium // 4 + 3}]",), (2, 2, 2, 2))),
+    ]:
+        values = [integers(8, size) for size in sizes]
+        fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
+        for out, x in zip(fun(arrays), values, strict=True):
+            assert_local_shards(out, x.sum(0)[None])
+        found = explain(fun, arrays)
+        shards = [math.ceil(size / 4) for size in sizes]
+        assert [(i.name, i.operands, i.group_sizes) for i in found.instructions] == [
+            ("jax_ring_reduce_scatter", tuple(f"f32[{size}]" for size in shards), (4, 4)),
+            crossing,
+            ("jax_ring_all_gather", tuple(f"f32[4,{size}]" for size in shards), (4, 4)),
+        ]
+        (written,) = found.collectives
+        assert written.served_by == ON_TWO_HOSTS
+        assert written.why == ""
+        # Of V bytes, 3/4 V in the reduce-scatter, 3/4 V in the all-gather, and a shard of V/4 across hosts.
+        assert found.predicted_bytes == found.counted_bytes == 4 * 4 * sum(shards) * (3 / 4 + 3 / 4 + 1 / 4)
+        assert written.wire_bytes_across_hosts == found.instructions[1].wire_bytes == 4 * sum(shards)
+        assert f"{4 * sum(shards):,} across hosts" in str(found)
+
+
+def several_messages_cross_as_one():
+    """Without concatenating those from a size on."""
+    mesh = Mesh(by_host().reshape(8), ("i",))
+    limit = all_reduce.JOINED_BYTES // 4  # elements
+    values = [integers(8, size) for size in (limit, limit + 4, 3, limit)]
     fun, arrays = on_mesh(lambda tree: ring_psum(tree, "i"), mesh, values)
+    for out, x in zip(fun(arrays), values, strict=True):
+        assert_local_shards(out, x.sum(0)[None])
     found = explain(fun, arrays)
-    assert [(i.name, i.operands, i.group_sizes) for i in found.instructions] == [
-        ("jax_ring_reduce_scatter", ("f32[16]", "f32[3]"), (4, 4)),
-        ("all-reduce", ("f32[16]", "f32[3]"), (2, 2, 2, 2)),
-        ("jax_ring_all_gather", ("f32[4,16]", "f32[4,3]"), (4, 4)),
-    ]
-    (written,) = found.collectives
-    assert written.served_by == ON_TWO_HOSTS
-    assert written.why == ""
-    flat = explain(on_mesh(lambda x: lax.psum(x, "i"), mesh, values[0])[0], arrays[0]).instructions[0]
-    across = explain(on_mesh(lambda x: ring_psum(x, "i"), mesh, values[0])[0], arrays[0])
-    assert across.instructions[1].num_bytes * 4 == flat.num_bytes == 256
-    # For a message of V bytes: 3/4 V in the reduce-scatter, 3/4 V in the all-gather, and a shard of V/4 across hosts.
-    assert across.predicted_bytes == across.counted_bytes == 256 * (3 / 4 + 3 / 4 + 1 / 4)
-    assert across.collectives[0].wire_bytes_across_hosts == across.instructions[1].wire_bytes == 64
-    assert "64 across hosts" in str(across)
+    (crossing,) = [i for i in found.instructions if not i.name.startswith("jax_ring")]  # joined by XLA
+    assert sorted(crossing.operands) == [f"f32[{limit // 2 + 1}]", f"f32[{limit // 4 + 1}]"]
     assert found.predicted_bytes == found.counted_bytes
+
+
+def small_calls_cross_together(monkeypatch):
+    """Of one kind of words, up to a limit, in program order; what depends on a result comes later. Bits are kept."""
+    mesh = Mesh(by_host().T.reshape(8), ("i",))
+    values = [RNG.standard_normal((8, size)).astype(np.float32) for size in (5, 301, 64, 400)]
+
+    def body(tree):
+        a, b, c, d = (x[0] for x in tree)
+        first, largest = ring_psum(a, "i"), ring_pmax(b, "i")
+        later = ring_psum(first * 2, "i")
+        narrow = ring_psum(c.astype(jnp.bfloat16), "i").astype(np.float32)
+        short = ring_psum(c.astype(np.int16), "i").astype(np.float32)
+        scattered = ring_psum_scatter(c, "i", tiled=True)
+        another, last = ring_psum(b, "i"), ring_psum(d, "i")
+        return [x[None] for x in (first, largest, later, narrow, short, scattered, another, last)]
+
+    def run(limit, expected):
+        monkeypatch.setattr(exchanges, "SMALL_BYTES", limit)
+        fun, arrays = on_mesh(lambda tree: body(tree), mesh, values, check_vma=False)
+        found = explain(fun, arrays)
+        exchanged = sorted(i.operands[0] for i in found.instructions if i.name == "all-to-all")
+        assert exchanged == sorted(f"{words}[1,{size}]" for words, size in expected), exchanged
+        assert found.predicted_bytes == found.counted_bytes
+        return [local_shards(out) for out in fun(arrays)]
+
+    # Shards of 2, 76, 2, 16, 16, 8, 76 and 100 elements.
+    alone = [("s32", 76), ("u32", 2), ("s16", 16)]
+    joined = run(192 << 10, [("u32", 2 + 16 + 8 + 76 + 100), *alone])
+    # The last crosses by an all-reduce. Its reduce-scatter is joined with those of the others, which wait for it.
+    in_two = run(4 * 4 * 78, [("u32", 2 + 16 + 8), ("u32", 76), *alone])
+    by_all_reduce = run(0, [("u32", 8)])  # the scatter
+    assert_same_bits(joined, in_two)
+    assert_same_bits(joined, by_all_reduce)
+
+
+def one_message_along_the_tree():
+    mesh = Mesh(by_host().T.reshape(8), ("i",))
+    whole = exchanges.SMALL_BYTES // 4 // 4  # elements; a host of alternate ranks has four roots
+    for size, names in ((whole, ["all-to-all"]), (whole + 4, ["all-to-all", "all-gather"])):
+        values = RNG.standard_normal((8, size)).astype(np.float32)
+        fun, arrays = on_mesh(lambda x: ring_psum(x, "i", order="tree"), mesh, values)
+        pairs = values[::2] + values[1::2]
+        assert_local_shards(fun(arrays), ((pairs[0] + pairs[1]) + (pairs[2] + pairs[3]))[None])
+        found = explain(fun, arrays)
+        assert [i.name for i in found.instructions if not i.name.startswith("jax_ring")] == names
+        assert found.predicted_bytes == found.counted_bytes
 
 
 def large_messages_cross_in_parts():
@@ -337,8 +405,16 @@ def large_psum_scatters():
 
 
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+def test_two_hosts_join_small_calls(monkeypatch):
+    small_calls_cross_together(monkeypatch)
+
+
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts():
-    for part in (float_rounding, traffic_across_hosts, explained_as_lowered, fallback_to_xla):
+    for part in (
+        float_rounding, traffic_across_hosts, several_messages_cross_as_one, one_message_along_the_tree,
+        explained_as_lowered, fallback_to_xla,
+    ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
 

@@ -2,13 +2,16 @@
 
 A host's ranks reduce-scatter; each then has a shard of the host's result. Ranks with the same shard on different hosts
 all-reduce it by XLA, or exchange it. Then a host's ranks all-gather. One message leaves each host, not one per rank. A
-large message takes these steps in parts: one crosses while others are summed and gathered.
+large message takes these steps in parts: one crosses while others are summed and gathered. Of a small one, each host is
+sent a copy.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
@@ -16,18 +19,31 @@ from jax.interpreters import mlir
 
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.hierarchical.inter_host import Crossing, by_all_reduce, by_exchange, shard_size, types_of
+from jax_ring.lowering.hierarchical import wait_markers, xla_ops
+from jax_ring.lowering.hierarchical.inter_host import (
+    Crossing,
+    Types,
+    by_all_reduce,
+    by_exchange,
+    decoded,
+    encoded,
+    fold,
+    shard_size,
+    types_of,
+)
+from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER, Kind
-from jax_ring.lowering.passes import fold_casts
+from jax_ring.lowering.passes import exchanges, fold_casts
 from jax_ring.lowering.topology import Levels
-from jax_ring.lowering.xla import ops
+from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and gather it.
 PART_BYTES = 4 << 20
 # Number of parts to reduce-scatter before they can cross: the ranks of a host do not cross in step.
 AHEAD = 2
+# Up to this size, messages are concatenated to cross. On a link of 1 Gbit/s that takes as long from 256 KiB on.
+JOINED_BYTES = 1 << 20
 # An offset of this many elements is on a cache line, whatever their type.
 _ALIGNMENT = 64
 
@@ -43,8 +59,8 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     """Emits an all-reduce that crosses hosts.
 
     Operands are sharded separately: concatenating would copy all data, and save at most one element of padding per
-    operand and rank. One custom call takes all, and XLA combines its own all-reduces. Large operands are apart, and cut
-    into parts.
+    operand and rank. One custom call takes all. Shards are concatenated to cross, unless they are large. Large operands
+    are apart, and cut into parts.
     """
     types = types_of(call.op, ctx.avals_in[0].dtype)
     in_parts = reduction = _Sum(ctx, call, by_all_reduce(call.op, call.levels.inter, types))
@@ -110,17 +126,43 @@ class _Sum(NamedTuple):
         )
 
     def of_whole(self, operands: Sequence, avals: Sequence) -> list:
-        sizes = [shard_size(aval.size, self.call.levels.num_ranks) for aval in avals]
-        full = [aval_of(self.crossing.scattered, self.call.levels.num_ranks, size) for size in sizes]
-        steps = [step for size in sizes for step in self.crossing.steps(size)]
-        shards, crossed = [step.before for step in steps], [step.after for step in steps]
-        gathered = [aval_of(self.crossing.result, self.call.levels.num_ranks, size) for size in sizes]
+        num_ranks = self.call.levels.num_ranks
+        sizes = [shard_size(aval.size, num_ranks) for aval in avals]
+        types = types_of(self.call.op, avals[0].dtype)
+        full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
         values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
-        values = self._within(REDUCE_SCATTER, values, full, shards)
-        cross = lambda values: [step.cross(self.ctx, x) for step, x in zip(steps, values, strict=True)]  # noqa: E731
-        values = self._enclose(cross, values, shards, crossed)
-        values = self._within(ALL_GATHER, values, crossed, gathered)
+        values = self._within(REDUCE_SCATTER, values, full, [aval_of(types.scattered, size) for size in sizes])
+        crossed: dict[int, Any] = {}
+        limit = JOINED_BYTES if self.call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
+        for group in _crossing_together([num_ranks * size * types.crossing.itemsize for size in sizes], limit):
+            crossed.update(zip(group, self._across([values[i] for i in group], types), strict=True))
+        values = [crossed[i] for i in range(len(values))]
+        gathered = [aval_of(types.gathered, num_ranks, size) for size in sizes]
+        values = self._within(ALL_GATHER, values, [aval_of(types.gathered, size) for size in sizes], gathered)
         return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
+
+    def _across(self, shards: Sequence, types: Types) -> Sequence:
+        """Reduces shards over the hosts by one collective of XLA.
+
+        An all-reduce of Gloo's sends four messages and more, one after another, and XLA makes one for each operand.
+        Small shards take one message to each host: a rank sends its own to all, and reduces all in host order.
+        """
+        levels, op, steps = self.call.levels, self.call.op, Steps(self.ctx, self.call)
+        values = Values(shards, types.scattered)
+        if types.crossing != types.scattered:
+            values = steps.each(partial(encoded, op=op, types=types), values, types.crossing)
+        num_bytes = sum(aval.size for aval in values.avals) * types.crossing.itemsize
+        if exchanges.are_copied(self.call.service.engine, levels, num_bytes):
+            values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(types.crossing))
+            values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values, values.dtype)
+            values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+            values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values, types.crossing)
+        else:
+            reduce = lambda x: xla_ops.all_reduce(self.ctx, op, levels.inter, x, types.crossing)  # noqa: E731
+            values, _ = steps.inter(reduce, values)
+        if types.gathered != types.crossing:
+            values = steps.each(partial(decoded, types=types), values, types.gathered)
+        return values.values
 
     def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
         """The sum of an operand in parts, and the position for the next operand's.
@@ -188,6 +230,12 @@ class _Sum(NamedTuple):
             self.ctx, values, emit, call=self.call.description, groups=self.call.levels.inter,
             avals_in=avals_in, avals_out=avals_out,
         )  # fmt: skip
+
+
+def _crossing_together(num_bytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of messages of these sizes: of those up to a limit, which cross as one, and each other one."""
+    small = [i for i, size in enumerate(num_bytes) if size <= limit]
+    return [small] * bool(small) + [[i] for i, size in enumerate(num_bytes) if size > limit]
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:

@@ -138,11 +138,28 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
     return Crossing(wide, rounded, steps, bytes_each=8, unit=num_hosts, max_parts=24, rounded=rounded)
 
 
-def fold(terms: jax.Array) -> jax.Array:
-    """The sum along the leading dimension, in order."""
+def encoded(x: jax.Array, op: str, types: Types) -> jax.Array:
+    """What crosses of a shard."""
+    if types.crossing == types.scattered:
+        return x
+    return _to_ordered_integers(x, key_type=types.crossing, largest=op == "max")
+
+
+def decoded(x: jax.Array, types: Types) -> jax.Array:
+    """The shard of the result from the reduction of what crossed."""
+    if types.crossing == types.scattered:
+        return x.astype(types.gathered)
+    return _from_ordered_integers(x, dtype=types.gathered)
+
+
+_FOLDS = {"sum": lax.add, "max": lax.max, "min": lax.min}
+
+
+def fold(terms: jax.Array, op: str = "sum") -> jax.Array:
+    """The sum, maximum or minimum along the leading dimension, in order."""
     total = terms[0]
     for i in range(1, len(terms)):
-        total = lax.add(total, terms[i])
+        total = _FOLDS[op](total, terms[i])
     return total
 
 

@@ -3,7 +3,7 @@
 After a host's reduce-scatter, each rank has a shard of the sums that the host alone can form: of the largest nodes
 whose shards are all there. An all-to-all of XLA between ranks with the same shard gives each a part of all hosts' sums.
 They are added along the tree, in an order independent of hosts, and rounded. All-gathers of XLA between hosts and
-jax_ring within them distribute the result.
+jax_ring within them distribute the result. If the sums are small, each gets them whole, and XLA gathers nothing.
 """
 
 import math
@@ -21,6 +21,7 @@ from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter, layout
 from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
+from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.ops import aval_of
@@ -50,7 +51,9 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     values: Sequence = [ops.inline_one(ctx, arrange, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
     roots = [aval_of(wide, hosts.num_roots, num_hosts * size) for size in sizes]
     values = emitter.emit_within_hosts(ctx, values, call, REDUCE_SCATTER, shards, roots, group_trees=tuple(hosts.parts))
-    cross = partial(_cross_hosts, levels=levels, hosts=hosts, axes=axes, dtype=dtype, gathers=not scatters)
+    num_bytes = sum(aval.size for aval in roots) * wide.itemsize
+    copies = not scatters and exchanges.are_copied(call.service.engine, levels, num_bytes)
+    cross = partial(_cross_hosts, levels=levels, hosts=hosts, axes=axes, dtype=dtype, scatters=scatters, copies=copies)
     crossed = [aval_of(dtype, size if scatters else num_hosts * size) for size in sizes]
     values = wait_markers.enclose(
         ctx, values, lambda values: ops.inline(ctx, cross, values, roots),
@@ -90,15 +93,18 @@ def _in_parts_by_owner(
 
 
 def _cross_hosts(
-    *values: jax.Array, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, gathers: bool
+    *values: jax.Array, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, scatters: bool, copies: bool
 ) -> list[jax.Array]:
     """The sums of all hosts from this one's, by root and element of a shard.
 
-    gathers: whether of the whole shard, or of this rank's part.
+    Args:
+      scatters: whether of this rank's part, or of the whole shard.
+      copies: whether each host is sent the whole shard.
     """
-    inter = tuple(map(tuple, levels.inter))
-    parts = [x.reshape(x.shape[0], levels.num_hosts, -1) for x in values]
+    inter, num_hosts = tuple(map(tuple, levels.inter)), levels.num_hosts
+    parts = [x.reshape(x.shape[0], 1 if copies else num_hosts, -1) for x in values]
     together = jnp.moveaxis(jnp.concatenate(parts, axis=2), 1, 0)
+    together = jnp.broadcast_to(together, (num_hosts, *together.shape[1:]))
     received = lax.all_to_all(together, axes, 0, 0, axis_index_groups=inter)
     layouts = sorted(set(hosts.layouts))
     folds = [partial(_fold_roots, layout=each) for each in layouts]
@@ -109,7 +115,7 @@ def _cross_hosts(
         which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
         total = lax.switch(jnp.asarray(which)[_group_of(levels, axes)], folds, received)
     total = total.astype(dtype)[None]
-    if gathers:
+    if not (scatters or copies):
         total = lax.all_gather(total[0], axes, axis_index_groups=inter)
     ends = np.cumsum([part.shape[2] for part in parts])[:-1]
     return [part.reshape(-1) for part in jnp.split(total, ends, axis=1)]

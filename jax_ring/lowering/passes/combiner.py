@@ -1,4 +1,4 @@
-"""Joins calls into one, as XLA's combiner joins all-reduces but not custom calls.
+"""Joins calls into one, as XLA's combiner joins all-reduces but not custom calls, and their exchanges between hosts.
 
 `lax.psum` of a tree has an equation per leaf, programs call `ring_psum` for each, and autodiff sums gradients where
 they are computed. Calls of one kind in one block are joined up to a limit, if none depends on another. The joined call
@@ -19,7 +19,7 @@ from jax_ring import _compat
 from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.ffi_attributes import CONFIG
 from jax_ring.lowering.custom_call.operation import Call
-from jax_ring.lowering.passes import dataflow
+from jax_ring.lowering.passes import dataflow, exchanges
 from jax_ring.lowering.state import Numbers, state_of
 
 # Joining larger calls saves a few microseconds of a few milliseconds.
@@ -70,6 +70,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
     known = state_of(ctx).calls
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
+    exchanged: dict[int, ir.Operation] = {}
     within: dict[int, list[ir.Operation]] = {}  # by the enclosing operation
     for i, view in enumerate(block.operations):
         op = view.operation
@@ -80,45 +81,60 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
             call = known.get(attributes[CONFIG]) if CONFIG in attributes else None
             if call is not None:
                 calls[i] = call
+        elif exchanges.is_one(op):
+            exchanged[i] = op
         elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
             # The calls in a nested shard_map have been joined already.
             inner = Joined([], joined.callers)
             (_join_function if name == "func.call" else _join_within)(ctx, op, inner)
             within[i] = inner.calls
-    left = _join_calls(ctx, operations, calls)
+    left = _join_calls(ctx, operations, calls, exchanged)
     for i in sorted([*left, *within]):
         joined.calls.extend([left[i]] if i in left else within[i])
 
 
-def _join_calls(ctx, operations: Sequence[ir.Operation], calls: dict[int, Call]) -> dict[int, ir.Operation]:
-    """Joins a block's calls; returns those left."""
+def _join_calls(
+    ctx, operations: Sequence[ir.Operation], calls: dict[int, Call], exchanged: dict[int, ir.Operation]
+) -> dict[int, ir.Operation]:
+    """Joins a block's calls and exchanges; returns the calls left."""
     left = {i: operations[i] for i in calls}
-    if len(calls) < 2:
+    if len(calls) + len(exchanged) < 2:
         return left
     elements = functools.cache(_elements)  # many calls share a few types
-    keys = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
+    keys: dict[int, Hashable] = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
+    keys.update({i: exchanges.key(op) for i, op in exchanged.items()})
     count = Counter(keys.values())
     keys = {i: key for i, key in keys.items() if count[key] > 1}
     if not keys:
         return left
     first, last = min(keys), max(keys)
     flow = dataflow.Flow(operations[first : last + 1])
-    candidates = {
-        i - first: (key, len(operations[i].results), _num_bytes(operations[i], calls[i], elements))
-        for i, key in keys.items()
-    }
-    groups = dataflow.choose_groups(
-        flow, candidates, max_count=COMBINE_THRESHOLD_COUNT, max_bytes=COMBINE_THRESHOLD_BYTES
-    )
+    candidates = {}
+    for i, key in keys.items():
+        op = operations[i]
+        size = exchanges.num_bytes(op) if i in exchanged else _num_bytes(op, calls[i], elements)
+        limit = exchanges.SMALL_BYTES if i in exchanged else COMBINE_THRESHOLD_BYTES
+        candidates[i - first] = key, len(op.results), size, limit
+    groups = dataflow.choose_groups(flow, candidates, max_count=COMBINE_THRESHOLD_COUNT)
     if not groups:
         return left
     first_of = dataflow.equal_values(operations[:last])
-    build = lambda group: _build(ctx, [(operations[first + i], calls[first + i]) for i in group], first_of)  # noqa: E731
+
+    def build(group: Sequence[int]) -> list[ir.Operation]:
+        places = [first + i for i in group]
+        if places[0] in exchanged:
+            return exchanges.build([operations[i] for i in places])
+        return [_build(ctx, [(operations[i], calls[i]) for i in places], first_of)]
+
     new = dataflow.reorder(flow, groups, build)
     for group in groups:
-        for i in group:
-            _erase(left.pop(first + i), calls[first + i])
-        left[first + group[-1]] = new[group[-1]]
+        for i in (first + member for member in group):
+            if i in exchanged:
+                exchanged[i].erase()
+            else:
+                _erase(left.pop(i), calls[i])
+        if first + group[-1] in calls:
+            (left[first + group[-1]],) = new[group[-1]]
     return left
 
 

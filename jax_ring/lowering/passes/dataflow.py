@@ -48,7 +48,7 @@ def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]
 
 
 def choose_groups(
-    flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int]], *, max_count: int, max_bytes: int
+    flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int, int]], *, max_count: int
 ) -> list[list[int]]:
     """Groups of operations with equal keys, none depending on another of its group.
 
@@ -56,8 +56,8 @@ def choose_groups(
     all that waits for them; later ones must not close a cycle.
 
     Args:
-      candidates: key, number of results and size, by index.
-      max_count, max_bytes: limits of a group, which a larger operation does not join.
+      candidates: key, number of results, size and the limit of a group's size, by index; a larger one joins none.
+      max_count: of a group's results.
     """
     groups: list[list[int]] = []
     num_results: list[int] = []  # of each group
@@ -81,7 +81,7 @@ def choose_groups(
         for value in flow.inputs[i]:
             mask |= waits.get(value, 0)
         if i in candidates:
-            key, count, size = candidates[i]
+            key, count, size, max_bytes = candidates[i]
             mask = closure(mask)
             group = open_groups.get(key)
             if (
@@ -111,12 +111,12 @@ def choose_groups(
 
 
 def reorder(
-    flow: Flow, groups: Sequence[Sequence[int]], join: Callable[[Sequence[int]], ir.Operation]
-) -> dict[int, ir.Operation]:
-    """Puts one operation in place of each group, and moves what waits for it behind.
+    flow: Flow, groups: Sequence[Sequence[int]], join: Callable[[Sequence[int]], Sequence[ir.Operation]]
+) -> dict[int, Sequence[ir.Operation]]:
+    """Puts other operations in place of each group, and moves what waits for them behind.
 
-    join: creates the operation for a group, in front of its last member, and gives its results to those who use the
-      members' results. The members stay, unused, for the caller to erase.
+    join: creates these for a group, in order and in front of its last member, and gives their results to those who use
+      the members' results. The members stay, unused, for the caller to erase.
 
     Returns the new operations, by the index of the last member.
     """
@@ -140,18 +140,20 @@ def reorder(
     missing = {node: len(needed) for node, needed in needs.items()}
     ready = [node for node, count in missing.items() if not count]
     heapq.heapify(ready)
-    joined: dict[int, ir.Operation] = {}
+    joined: dict[int, Sequence[ir.Operation]] = {}
     previous: ir.Operation | None = None
     furthest = -1
     while ready:
         node = heapq.heappop(ready)
         if node in group_at:
-            op = joined[node] = join(group_at[node])
+            new = joined[node] = join(group_at[node])
         else:
-            op = flow.operations[node]
-        if previous and node < furthest:  # it has waited for a later group
-            op.move_after(previous)
-        previous, furthest = op, max(furthest, node)
+            new = [flow.operations[node]]
+        for op in new:
+            if previous and node < furthest:  # it has waited for a later group
+                op.move_after(previous)
+            previous = op
+        furthest = max(furthest, node)
         for user in users[node]:
             missing[user] -= 1
             if not missing[user]:
