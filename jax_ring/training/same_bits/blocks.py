@@ -40,8 +40,9 @@ def block_sum(
         communicate over the axis, and gets traced arrays of floats as arguments, not by closure.
       axis_name: as for `ring_psum`.
       num_blocks: B, of all ranks together. Take one that all numbers of ranks of your meshes divide.
-      remat: whether the backward pass computes `f` again. If not, its residuals are kept per block: more memory, and
-        less time where blocks are large. Bits of gradients may differ, but never depend on p.
+      remat: whether the backward pass computes all of `f` again. If not, the results of its matrix products and
+        convolutions are kept per block: more memory, and less time where blocks are large. Bits of gradients may
+        differ, but never depend on p.
 
     Returns:
       A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's B/p blocks,
@@ -62,6 +63,9 @@ def block_sum(
         where = _Blocks.of("block_sum", axis_name, num_blocks, blocks, inputs)
         blocks, inputs = where.same_other_axes(blocks, inputs)
         g, closed_over = where.closed(f, jax.tree.map(lambda x: x[0], blocks), where.own_copies(inputs))
+        if not remat:
+            # The rest takes longer to write and to read than to compute again.
+            g = jax.checkpoint(g, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
         numbered = (where.indices(), blocks)
         return _differentiable(where, lambda *args: ((), g(*args)), numbered, inputs, closed_over, remat)[1]
 
