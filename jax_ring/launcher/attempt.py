@@ -68,7 +68,7 @@ class Attempt:
         self._processes: dict[int, Process] = {}  # by the launcher's number
         self._failures = Failures()
         self._elastic: Elastic | None = None
-        self._watcher = Watcher(shared, self._processes)
+        self._watcher = Watcher(shared, self._processes, remote)
         self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
         self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []

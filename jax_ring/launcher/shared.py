@@ -9,7 +9,9 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.output import Output
-from jax_ring.launcher.processes import LogFiles
+from jax_ring.launcher.processes import LogFiles, Process
+from jax_ring.launcher.watching.others import Others
+from jax_ring.launcher.watching.report import Place
 
 
 @dataclasses.dataclass
@@ -37,7 +39,15 @@ class Shared:
 
 
 class Remote:
-    """The other hosts; one side overrides what it has a part in."""
+    """The other hosts; one side overrides what it has a part in.
+
+    Attributes:
+      others: their processes, for the launcher that leads.
+      asks_where: set if that launcher asks where this host's processes are.
+    """
+
+    others: Others | None = None  # the sides that lead replace it
+    asks_where: asyncio.Event
 
     def succeeded(self) -> bool:
         """Whether all hosts' processes have exited with status 0, as far as host 0 knows."""
@@ -58,3 +68,6 @@ class Remote:
 
     def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
         """Tells it what the processes have asked for."""
+
+    def tell_progress(self, process: Process, place: Place | None) -> None:
+        """Tells it how far a process is, and where."""

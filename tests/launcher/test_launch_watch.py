@@ -1,9 +1,10 @@
 """Jobs whose processes hang in XLA's collectives, in Python or because they are stopped: reported once, and ended."""
 
 import re
+import socket
 
 import pytest
-from launches import run
+from launches import run, start
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -123,6 +124,38 @@ def test_ranks_that_wait_and_ranks_that_do_not_come(script):
     assert re.search(r"rank 0 \(pid \d+\): in the device's program; began 5 steps, completed 4,", err), err
     assert re.search(r"the last 5 steps, medians in ms:\n +rank +in step", err), err
     assert re.search(r"failed: rank 1 \(pid \d+\) is stuck in step 5 \(step\): in Python; restart 1 of 1", err), err
+
+
+@pytest.mark.parametrize("nnodes", ["2", "2:2"])
+def test_processes_of_several_hosts(nnodes, script):
+    """The launcher that leads compares all, and the other one ends those of its host that hang."""
+    with socket.socket() as one, socket.socket() as other:
+        for unused in (one, other):
+            unused.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{unused.getsockname()[1]}" for unused in (one, other)]
+    addresses = addresses[: len(nnodes.split(":"))]
+    options = ["--nnodes", nnodes, "--coordinator", ",".join(addresses), "--max-restarts", "1", "--backoff", "0"]
+    arguments = ["--failure-grace", "0.1", script(WATCHED), "8"]
+    launchers = [start("-n", "1", *options, "--node-rank", "0", *arguments)]
+    try:
+        if len(addresses) == 2:  # the first one is to have the first address
+            assert "this launcher leads" in launchers[0].stderr.readline()
+        launchers.append(start("-n", "2", *options, "--node-rank", "1", *arguments))
+        found = [launcher.communicate(timeout=200) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    (out, err), (others_out, others_err) = found
+    assert [launcher.returncode for launcher in launchers] == [0, 0], found
+    assert sums(out.splitlines()) + sums(others_out.splitlines()) == ["sum 3.0"] * 3
+    assert "have not completed" not in others_err
+    assert err.count("ranks 0, 1, 2 have not completed step 5 (step) within 8 s (jax_ring.watch)\n") == 1, err
+    assert re.search(r"rank 1 \(pid \d+\) of host 1: in Python; began 4 steps, completed 4, \d+\.\d s ago\n", err), err
+    assert re.search(r"rank 1 .*MainThread:.* line \d+, in load_batch\n.*rank 2", err, re.DOTALL), err
+    assert re.search(r"rank 2 \(pid \d+\) of host 1: in Python; .*; its threads do not answer", err), err
+    assert re.search(r"rank 0 \(pid \d+\): in the device's program; began 5 steps, completed 4,", err), err
+    assert re.search(r"the last 5 steps, medians in ms:\n.*\n +0 .*\n +1 .*\n +2 ", err), err
+    assert re.search(r"failed: rank 1 \(pid \d+\) of host 1 is stuck in step 5 \(step\): in Python", err), err
 
 
 def test_a_program_that_is_not_edited(script):

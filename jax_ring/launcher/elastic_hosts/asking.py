@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jax_ring.launcher.multi_host.links import Link
+from jax_ring.launcher.multi_host.links import LINE_BYTES, Link
 
 LEADS, FOLLOWS, SEARCHES = "leads", "follows", "searches"
 _SECONDS = 1.0  # for an answer
@@ -57,7 +57,7 @@ async def connected(address: str, silence: float) -> Link:
       OSError: if there is none.
     """
     async with asyncio.timeout(_SECONDS):
-        return Link(*await asyncio.open_connection(*split(address)), silence)
+        return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
 
 
 async def _ask(address: str, silence: float) -> Answer | Refused | None:

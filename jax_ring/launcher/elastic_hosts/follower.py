@@ -58,6 +58,8 @@ class Follower(Led):
                 reason = f"{self.address} has refused this host: {message['error']}"
                 self._queue.put_nowait(events.RemoteEnd(2, reason))
                 return
+            else:
+                self._take_of_watcher(message)
         self.is_lost = True
         self._link.abort()
         self._evidence.lost(self._leader, self._link.heard, self._link.acknowledged)

@@ -18,7 +18,7 @@ from jax_ring.launcher.elastic_hosts.follower import Follower
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.job import Job
-from jax_ring.launcher.multi_host.links import Link
+from jax_ring.launcher.multi_host.links import LINE_BYTES, Link
 
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
@@ -73,12 +73,12 @@ class ElasticHost(Job):
         server = None
         for address in self._order:
             with contextlib.suppress(OSError):
-                server = await asyncio.start_server(self._serve, *asking.split(address))
+                server = await asyncio.start_server(self._serve, *asking.split(address), limit=LINE_BYTES)
                 break
         if server is None:
             if self._server is not None:
                 return
-            server, address = await asyncio.start_server(self._serve, None, 0), ""
+            server, address = await asyncio.start_server(self._serve, None, 0, limit=LINE_BYTES), ""
         if self._server is not None:
             self._server.close()
         self._server, self._own = server, self._own._replace(address=address)

@@ -13,6 +13,7 @@ from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, chosen
 from jax_ring.launcher.failures import NO_RANK, Failure
 from jax_ring.launcher.multi_host.links import Link
 from jax_ring.launcher.shared import Remote
+from jax_ring.launcher.watching.others import Others
 
 
 @dataclasses.dataclass
@@ -51,6 +52,7 @@ class Leader(Remote):
         self._leave_timer: asyncio.TimerHandle | None = None
         self._is_change_pending = self._is_stopping = False
         self._changed = asyncio.Event()
+        self.others: Others = Others(self._send)
 
     # ---- Hosts -------------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,9 @@ class Leader(Remote):
         elif "gone" in message:
             guest.gone = message["gone"]
         elif self.group is not None and message.get("attempt") == self.group.number:
+            if "progress" in message:
+                self.others.take(self.group.ids.index(guest.host.id), message["progress"])
+                return
             if "failed" in message:
                 failure = Failure(**message["failed"])
                 index = self.group.ids.index(guest.host.id)
@@ -184,6 +189,7 @@ class Leader(Remote):
     def begin(self, group: Group, coordinator: str) -> None:
         """Starts an attempt on other hosts."""
         self.group = group
+        self.others.forget()
         self._succeeded, self._stopped, self._left = set(), set(), set()
         self._is_change_pending = self._is_stopping = self.has_lost = False
         for host in set(self.guests) & set(group.ids):
@@ -267,6 +273,12 @@ class Leader(Remote):
         for host in set(self.group.ids) & set(self.guests):
             stop = [self.group.number, signum, grace, f"{self._own.address}: {reason}"]
             self.guests[host].link.send({"stop": stop})
+
+    def _send(self, message: dict[str, Any], index: int | None) -> None:
+        assert self.group is not None
+        for each, host in enumerate(self.group.ids):
+            if host in self.guests and (index is None or each == index):
+                self.guests[host].link.send({**message, "attempt": self.group.number})
 
     def tell_left(self, is_all: bool, reason: str) -> None:
         self._leaves(self._own.id, is_all, reason)

@@ -14,11 +14,15 @@ from typing import Any
 
 from jax_ring.launcher import events
 from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.processes import Process
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
+from jax_ring.launcher.watching.others import Others, encoded
+from jax_ring.launcher.watching.report import Place
 
 # After so long without a sign of life, a side gives the other up. It sends one ten times as often.
 SILENCE_SECONDS = 20.0
+LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
 _RETRY_SECONDS = 0.2
 
 
@@ -107,6 +111,7 @@ class Led(Remote):
         self._attempt = self._index = -1
         self._has_told_success = False
         self.is_lost = False
+        self.asks_where = asyncio.Event()
 
     def _begin(self, attempt: int, index: int) -> None:
         """An attempt begins, on this host as the one with this index."""
@@ -128,8 +133,21 @@ class Led(Remote):
             self._has_told_success = True
             self._tell("succeeded", True)
 
+    def tell_progress(self, process: Process, place: Place | None) -> None:
+        self._tell("progress", encoded(process, self._index, place))
+
     def _tell(self, what: str, value: Any) -> None:
         self._link.send({what: value, "attempt": self._attempt})
+
+    def _take_of_watcher(self, message: dict[str, Any]) -> None:
+        """Takes what the leading launcher's watcher has sent."""
+        if message.get("attempt") != self._attempt:
+            return
+        if "where" in message:
+            self.asks_where.set()
+        elif "stuck" in message:
+            blamed, waiting = message["stuck"]
+            self._queue.put_nowait(events.Stuck(dict(blamed), tuple(waiting)))
 
 
 class Hub(Remote):
@@ -144,6 +162,7 @@ class Hub(Remote):
         self._stopped: set[int] = set()
         self._restart = -1
         self._changed = asyncio.Event()
+        self.others: Others = Others(self._send)
 
     async def start(self, host: str, port: int) -> None:
         """Begins to listen.
@@ -151,7 +170,7 @@ class Hub(Remote):
         Raises:
           OSError: if it cannot.
         """
-        self._server = await asyncio.start_server(self._serve, host, port)
+        self._server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
 
     async def gathered(self) -> None:
         while len(self._links) < self._nnodes - 1:
@@ -166,6 +185,7 @@ class Hub(Remote):
         self._restart, self._taking_part = restart, set(self._links)
         self._succeeded.clear()
         self._stopped.clear()
+        self.others.forget()
         first = {}
         total = own_processes
         for node in sorted(self._links):
@@ -194,6 +214,11 @@ class Hub(Remote):
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
         for node in self._taking_part & set(self._links):
             self._links[node].send({"stop": [self._restart, signum, grace, f"host 0: {reason}"]})
+
+    def _send(self, message: dict[str, Any], node: int | None) -> None:
+        for each in self._taking_part & set(self._links):
+            if node is None or each == node:
+                self._links[each].send({**message, "attempt": self._restart})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
@@ -237,6 +262,9 @@ class Hub(Remote):
             self._succeeded.add(node)
         elif "stopped" in message:
             self._stopped.add(node)
+        elif "progress" in message:
+            self.others.take(node, message["progress"])
+            return
         self._notify()
 
     def _notify(self) -> None:
@@ -259,7 +287,7 @@ class Spoke(Led):
         """Connects to host 0, once it is there; set a time limit."""
         while True:
             try:
-                reader, writer = await asyncio.open_connection(host, port)
+                reader, writer = await asyncio.open_connection(host, port, limit=LINE_BYTES)
                 break
             except OSError:
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -283,6 +311,8 @@ class Spoke(Led):
             elif "error" in message:
                 self._queue.put_nowait(events.RemoteEnd(2, f"host 0 has refused this host: {message['error']}"))
                 return
+            else:
+                self._take_of_watcher(message)
         self.is_lost = True
         reason = "the launcher of host 0 has ended, or cannot be reached"
         self._queue.put_nowait(events.RemoteStop(signal.SIGTERM, 0.0, reason))

@@ -1,6 +1,6 @@
 """Which processes are behind, and for how long nothing has come of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
     """
 
     steps: tuple[int, int] | None
-    behind: tuple[int, ...]
+    behind: tuple[Hashable, ...]
 
 
 class Comparison:
@@ -31,15 +31,15 @@ class Comparison:
 
     def __init__(self) -> None:
         self._clock = 0.0
-        self._since: dict[int, tuple[tuple, float]] = {}  # by process: what it lacks, and since when
-        self._reported: dict[int, tuple] = {}
+        self._since: dict[Hashable, tuple[tuple, float]] = {}  # by process: what it lacks, and since when
+        self._reported: dict[Hashable, tuple] = {}
 
     def forget(self) -> None:
         """Makes the next verdict possible at once."""
         self._reported.clear()
 
     def look(
-        self, notes: Mapping[int, Notes], elapsed: float, limit: float, ended: Iterable[Notes] = ()
+        self, notes: Mapping[Hashable, Notes], elapsed: float, limit: float, ended: Iterable[Notes] = ()
     ) -> Verdict | None:
         """Looks at all running processes; returns a verdict once until one of those behind goes on.
 
@@ -55,7 +55,7 @@ class Comparison:
         members = {number: each for number, each in members.items() if each.generation == newest}
         others = [each for each in ended if each.generation == newest]
         furthest = max((each.started for each in (*members.values(), *others) if each.counts == STEPS), default=0)
-        lacking: dict[int, tuple] = {}
+        lacking: dict[Hashable, tuple] = {}
         for number, each in members.items():
             if each.completed < (each.started if each.counts == EXECUTIONS else furthest):
                 lacking[number] = each.generation, each.completed

@@ -5,7 +5,7 @@ import pathlib
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.processes import Process, format_ranks
@@ -48,14 +48,14 @@ class Found(NamedTuple):
     """
 
     verdict: Verdict
-    notes: Mapping[int, Notes]
-    places: Mapping[int, Place]
-    processes: Mapping[int, Any]
+    notes: Mapping[Hashable, Notes]
+    places: Mapping[Hashable, Place]
+    processes: Mapping[Hashable, Any]
     limit: float
     source: str
     exited: str = ""
 
-    def kind(self, number: int) -> str:
+    def kind(self, number: Hashable) -> str:
         """`Place.kind`; where a process does not answer, something holds Python's lock."""
         kind = self.places.get(number, NOWHERE).kind
         if kind == "unknown":
@@ -72,7 +72,7 @@ def of_compilation(process: Process, note: Notes) -> str:
     return f"{process.name} has been compiling {what} for {seconds_since(note.compiling_since):.0f} s"
 
 
-def blamed(found: Found) -> dict[int, str]:
+def blamed(found: Found) -> dict[Hashable, str]:
     """What to say of the processes for which the others wait: of all, if they are all in the device's program."""
     kinds = {number: found.kind(number) for number in found.verdict.behind}
     numbers = [number for number, kind in kinds.items() if kind in ("python", "callback", "stopped")]
@@ -93,14 +93,16 @@ _IN = {
 
 def text(found: Found) -> str:
     """The report: a line with all names, then each process, the last calls and the times of steps."""
-    behind = [found.processes[number] for number in found.verdict.behind]
+    behind = sorted((found.processes[number] for number in found.verdict.behind), key=lambda each: each.rank)
     if found.verdict.steps is None:
         title = f"a program has not completed within {found.limit:g} s ({found.source})"
     else:
         names = f"rank {behind[0].rank} has" if len(behind) == 1 else f"ranks {format_ranks(behind)} have"
         title = f"{names} not completed {_step(found)} within {found.limit:g} s ({found.source})"
     # First those for which the others wait.
-    order = sorted(found.verdict.behind, key=lambda number: (found.kind(number) == "device", number))
+    order = sorted(
+        found.verdict.behind, key=lambda number: (found.kind(number) == "device", found.processes[number].rank)
+    )
     lines = [title, *itertools.chain.from_iterable(_process(found, number) for number in order)]
     if found.exited:
         lines.append(f"  ranks that have exited: {found.exited}")
@@ -121,7 +123,7 @@ def _step(found: Found) -> str:
     return f"step {step}"
 
 
-def _process(found: Found, number: int) -> Iterable[str]:
+def _process(found: Found, number: Hashable) -> Iterable[str]:
     note, place, process = found.notes[number], found.places.get(number, NOWHERE), found.processes[number]
     kind = found.kind(number)
     what = _IN[kind]
@@ -158,21 +160,21 @@ def of_signal(stacks: str) -> str:
 def _times(found: Found) -> Iterable[str]:
     """The table of stragglers."""
     recent = {
-        number: dict(sorted(note.recent.items())[-_STEPS:])
+        found.processes[number].rank: dict(sorted(note.recent.items())[-_STEPS:])
         for number, note in found.notes.items()
         if note.counts == STEPS and note.generation >= 0 and note.completed > 1
     }
     if not recent:
         return
     last = dict.fromkeys(recent, 0)
-    behind: dict[int, list[float]] = {number: [] for number in recent}
+    behind: dict[int, list[float]] = {rank: [] for rank in recent}
     for step in set.intersection(*map(set, recent.values())) if len(recent) > 1 else ():
-        *_, before, (at, number) = sorted((steps[step].started, number) for number, steps in recent.items())
-        last[number] += 1
-        behind[number].append((at - before[0]) / 1e6)
+        *_, before, (at, rank) = sorted((steps[step].started, rank) for rank, steps in recent.items())
+        last[rank] += 1
+        behind[rank].append((at - before[0]) / 1e6)
     yield f"  the last {max(map(len, recent.values()))} steps, medians in ms:"
     yield f"  {'rank':>6} {'in step':>9} {'between':>9} {'began last':>11} {'later by':>9}"
-    for number, steps in recent.items():
+    for rank, steps in sorted(recent.items()):
         inside, between = [], []
         for step, times in steps.items():
             previous = steps[step - 1].completed if step - 1 in steps else 0
@@ -180,10 +182,7 @@ def _times(found: Found) -> Iterable[str]:
                 inside.append((times.completed - max(times.started, previous)) / 1e6)
             if previous:
                 between.append(max(times.started - previous, 0) / 1e6)
-        yield (
-            f"  {found.processes[number].rank:>6} {_median(inside):>9} {_median(between):>9} {last[number]:>11} "
-            f"{_median(behind[number]):>9}"
-        )
+        yield (f"  {rank:>6} {_median(inside):>9} {_median(between):>9} {last[rank]:>11} {_median(behind[rank]):>9}")
 
 
 def _median(values: list[float]) -> str:

@@ -4,31 +4,35 @@ import asyncio
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from jax_ring.launcher import events
 from jax_ring.launcher.processes import Process, format_ranks
-from jax_ring.launcher.shared import Shared
+from jax_ring.launcher.shared import Remote, Shared
 from jax_ring.launcher.watching import report
 from jax_ring.launcher.watching.comparison import Comparison, Verdict, seconds_between_looks
+from jax_ring.launcher.watching.others import Told
 from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
 
 # A process whose threads can run answers at once. Another one gets a signal, for which Python writes its stacks.
 _ANSWER_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.5
+_OTHER_HOSTS_SECONDS = 4.0  # for both, and the way there and back
 
 Answer = Callable[[dict[str, Any]], None]
 
 
 class Watcher:
-    """Watches the processes of an attempt.
+    """Watches the processes of an attempt: those of all hosts, or for a launcher that does.
 
-    processes: by number; the attempt adds to it.
+    processes: of this host, by number; the attempt adds to it.
     """
 
-    def __init__(self, shared: Shared, processes: Mapping[int, Process]) -> None:
+    def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Remote | None) -> None:
         self._shared, self._options, self._processes = shared, shared.options, processes
+        self._leader = remote if remote is not None and remote.others is None else None
+        self._others = None if remote is None else remote.others
         self._comparison = Comparison()
         self._questions: dict[int, Answer] = {}  # to processes that wait to be asked where they are
         self._places: dict[int, report.Place] = {}  # what they have answered
@@ -40,19 +44,35 @@ class Watcher:
         loop = asyncio.get_running_loop()
         before = loop.time()
         while True:
-            notes = self._read()
-            limit = self._limit(notes)
+            limit = self._limit(self._read())
             wait = seconds_between_looks(limit)
-            await asyncio.sleep(wait)
-            if not limit:
-                before = loop.time()
-                continue
+            if self._leader is not None:
+                await self._tell(self._leader, wait)
+            else:
+                await asyncio.sleep(wait)
             notes = self._read()
             # Time in which the launcher could not run does not count.
             elapsed, before = min(loop.time() - before, 2 * wait), loop.time()
-            self._note_compilations(notes, limit)
-            if (verdict := self._comparison.look(notes, elapsed, limit, self._read(0).values())) is not None:
-                await self._report(verdict, notes, limit)
+            if not limit:
+                continue
+            self._note_compilations(limit)
+            if self._leader is None and (self._others is None or self._others.are_known()):
+                verdict = self._comparison.look(notes, elapsed, limit, self._read(0).values())
+                if verdict is not None:
+                    await self._report(verdict, notes, limit)
+
+    async def _tell(self, leader: Remote, seconds: float) -> None:
+        """Waits so long, or until the launcher that leads asks; tells it how far the processes are, and where if so."""
+        places = {}
+        try:
+            async with asyncio.timeout(seconds):
+                await leader.asks_where.wait()
+            leader.asks_where.clear()
+            places = await self._ask()
+        except TimeoutError:
+            pass
+        for number, process in self._processes.items():
+            leader.tell_progress(process, places.get(number))
 
     def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
         """A process waits to be asked, and says where it is if it was."""
@@ -61,42 +81,51 @@ class Watcher:
             self._answered.set()
         self._questions[process.number] = answer
 
-    def _read(self, status: int | None = None) -> dict[int, Notes]:
+    def _read(self, status: int | None = None) -> dict[Hashable, Notes]:
         """The notes of running processes, or of those that have exited with a status."""
-        return {number: each.page.read() for number, each in self._processes.items() if each.status == status}
+        own = {number: each.page.read() for number, each in self._processes.items() if each.status == status}
+        return {**own, **{key: each.notes for key, each in self._told().items() if each.status == status}}
 
-    def _limit(self, notes: Mapping[int, Notes]) -> float:
+    def _told(self) -> Mapping[Any, Told]:
+        return {} if self._others is None else self._others.told
+
+    def _limit(self, notes: Mapping[Hashable, Notes]) -> float:
         """Seconds; 0 if nothing is watched."""
         given = [each.limit for each in notes.values() if each.counts]
         return (self._options.watch or min(given)) if given else 0.0
 
-    def _note_compilations(self, notes: Mapping[int, Notes], limit: float) -> None:
-        for number, each in notes.items():
-            began = number, each.compiling_since
-            is_long = each.compiling_since and report.seconds_since(each.compiling_since) > limit
-            if is_long and began not in self._compiling:
+    def _note_compilations(self, limit: float) -> None:
+        for number, process in self._processes.items():
+            note = process.page.read()
+            began = number, note.compiling_since
+            is_long = note.compiling_since and report.seconds_since(note.compiling_since) > limit
+            if process.status is None and is_long and began not in self._compiling:
                 self._compiling.add(began)
-                self._log(report.of_compilation(self._processes[number], each))
+                self._log(report.of_compilation(process, note))
 
-    async def _report(self, verdict: Verdict, notes: Mapping[int, Notes], limit: float) -> None:
-        places = await self._ask()
+    async def _report(self, verdict: Verdict, notes: Mapping[Hashable, Notes], limit: float) -> None:
+        asked = [self._ask()] if self._others is None else [self._ask(), self._others.ask(_OTHER_HOSTS_SECONDS)]
+        places: dict[Hashable, report.Place] = {}
+        for found in await asyncio.gather(*asked):
+            places.update(found)
         now = self._read()
         if any(number not in now or now[number].completed != notes[number].completed for number in verdict.behind):
             self._comparison.forget()  # they have gone on, or ended, meanwhile
             return
-        for number in list(notes):
-            if self._processes[number].is_stopped():
-                places[number] = report.Place("stopped", "", "", places.get(number, report.NOWHERE).stacks)
-        processes = {number: self._processes[number] for number in notes}
+        every: dict[Hashable, Any] = {**self._processes, **self._told()}
         source = "--watch" if self._options.watch else "jax_ring.watch"
-        exited = format_ranks(each for each in self._processes.values() if each.status == 0)
-        found = report.Found(verdict, notes, places, processes, limit, source, exited)
+        exited = format_ranks(each for each in every.values() if each.status == 0)
+        latest = {number: now.get(number, note) for number, note in notes.items()}  # with what is told only if asked
+        found = report.Found(verdict, latest, places, {n: every[n] for n in notes}, limit, source, exited)
         self._log(report.text(found))
         given = "end" if any(each.ends_job for each in notes.values()) else "report"
         if (self._options.on_stuck or given) == "end":
             blamed = report.blamed(found)
-            waiting = tuple(number for number in verdict.behind if number not in blamed)
-            self._shared.queue.put_nowait(events.Stuck(blamed, waiting))
+            waiting = [number for number in verdict.behind if number not in blamed]
+            own = {number: blamed[number] for number in self._processes if number in blamed}
+            self._shared.queue.put_nowait(events.Stuck(own, tuple(n for n in self._processes if n in waiting)))
+            if self._others is not None:
+                self._others.end_stuck(blamed, waiting)
 
     async def _ask(self) -> dict[int, report.Place]:
         """Where the processes are, by their own word or by Python's stacks."""
@@ -121,6 +150,9 @@ class Watcher:
             await asyncio.sleep(_SIGNAL_SECONDS)
         for process in silent:
             self._places[process.number] = report.Place("unknown", "", "", report.of_signal(process.page.stacks()))
+        for number, process in self._processes.items():
+            if process.status is None and process.is_stopped():
+                self._places[number] = self._places.get(number, report.NOWHERE)._replace(kind="stopped")
         return self._places
 
     def _log(self, text: str) -> None:
