@@ -69,6 +69,7 @@ class Attempt:
         self._failures = Failures()
         self._elastic: Elastic | None = None
         self._watcher = Watcher(shared, self._processes, remote)
+        self._memory = protocol.memory_prefix_for(shared.server.name if remote is None else plan.coordinator)
         self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
         self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []
@@ -95,7 +96,7 @@ class Attempt:
                 process.kill()
             if self._elastic is not None:
                 self._elastic.close()
-            _remove_memory(protocol.memory_prefix(self._shared.server.name))
+            _remove_memory(self._memory)
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 
     def _unwatched(self, task: asyncio.Task) -> None:
@@ -123,7 +124,8 @@ class Attempt:
         variables = environment.variables(
             member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
             page=process.page.file, watches=self._options.watch is not None,
-            socket_name=self._shared.server.name, kept=self._shared.kept, hosts=self._plan.hosts, joins=joins,
+            socket_name=self._shared.server.name, memory=self._memory, kept=self._shared.kept,
+            hosts=self._plan.hosts, joins=joins,
         )  # fmt: skip
         try:
             process.start(self._options.command, self._options.is_module, variables, self._shared.kept)

@@ -34,6 +34,7 @@ def variables(
     restart: int,
     number: int,
     socket_name: str,
+    memory: str,
     kept: Sequence[int],
     page: int,
     watches: bool = False,
@@ -50,6 +51,7 @@ def variables(
       restart: how often the job has been started again.
       number: the launcher's number of the process.
       socket_name: of the launcher, for `protocol.Control`.
+      memory: the prefix of names of shared memory.
       kept: the files that all processes inherit for their commits.
       page: the file in which it notes its steps.
       watches: whether executions are noted in a program that has no steps.
@@ -64,6 +66,7 @@ def variables(
     result |= {
         protocol.CONTROL_VARIABLE: socket_name,
         protocol.PROCESS_VARIABLE: str(number),
+        protocol.MEMORY_VARIABLE: memory,
         protocol.RESTART_VARIABLE: str(restart),
         protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
         VARIABLE: str(page),

@@ -18,6 +18,7 @@ GENERATION_VARIABLE = "JAX_RING_GENERATION"
 JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
 HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each host's first process
+MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
@@ -52,13 +53,14 @@ class Member(NamedTuple):
         }
 
 
-def memory_prefix(socket_name: str | None = None) -> str:
-    """The prefix of shared memory names in a launcher's processes, which it cleans up; empty without one.
+def memory_prefix() -> str:
+    """The prefix of shared memory names in a launcher's processes, which it cleans up; empty without one."""
+    return os.environ.get(MEMORY_VARIABLE, "")
 
-    socket_name: of the launcher; default this process's.
-    """
-    name = os.environ.get(CONTROL_VARIABLE, "") if socket_name is None else socket_name
-    return hashlib.sha256(name.encode()).hexdigest()[:16] if name else ""
+
+def memory_prefix_for(name: str) -> str:
+    """That prefix, for a name of the job that the launchers of all its hosts know: one process names the memory."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 class RefusedError(RuntimeError):

@@ -60,6 +60,15 @@ def ends(launchers):
     ]
 
 
+def test_memory_has_the_same_prefix_on_all_hosts(hosts):
+    """One process names it, and each launcher removes what is left of it."""
+    text = f"import runpy; print('prefix', runpy.run_path({protocol.__file__!r})['memory_prefix']() or 'none')"
+    first, second = ends(hosts(text, [1, 1]))
+    prefixes = [line.split()[-1] for _, lines, _ in (first, second) for line in lines]
+    assert len(prefixes) == 2, (first, second)
+    assert prefixes[0] == prefixes[1] != "none"
+
+
 def test_a_failure_restarts_the_processes_of_all_hosts(hosts):
     first, second = ends(hosts(FAILS_ONCE, [1, 2], "--max-restarts", "1", "--backoff", "0"))
     assert first[:2] == (0, ["[0] 0 of 3 gpu 0", "[0] 1 of 3 gpu 0"]), first

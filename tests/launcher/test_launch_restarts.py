@@ -137,7 +137,16 @@ def test_devices_of_nested_launches(outer, devices, expected):
     member = protocol.Member(0, "127.0.0.1:1", 2, 1)
     outer = outer | {protocol.JOIN_VARIABLE: "1"}
     found = environment.variables(
-        member, slot=1, devices=devices, restart=0, number=7, socket_name="@inner", kept=(), page=3, outer=outer
+        member,
+        slot=1,
+        devices=devices,
+        restart=0,
+        number=7,
+        socket_name="@inner",
+        memory="",
+        kept=(),
+        page=3,
+        outer=outer,
     )
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
