@@ -31,10 +31,11 @@ def why_not() -> str:
 
 
 @functools.cache
-def undisturbed() -> str:
-    """The digest of a run in one process, without a launcher."""
+def undisturbed(steps: int, audits: bool) -> str:
+    """The digest of a run in one process without a launcher; with audits in two, because one has nobody to ask."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-P", str(TRAINING), str(STEPS), "{}"]
+    launcher = ["-m", "jax_ring.launch", "-n", "2"] if audits else []
+    command = [sys.executable, "-P", *launcher, str(TRAINING), str(steps), "{}", *(["--audits"] if audits else [])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=HANG)
     found = _DIGEST.search(result.stdout)
     assert found is not None, result.stdout
@@ -42,23 +43,36 @@ def undisturbed() -> str:
 
 
 class Job:
-    """Launchers on hosts, by index of the host; `outputs` has the files of all that were started."""
+    """Launchers on hosts, by index of the host.
 
-    def __init__(self, trial: Trial, network: hosts.Hosts, processes: int) -> None:
-        self.trial, self.network, self.processes = trial, network, processes
+    options, script: further arguments of launcher and training.
+
+    Attributes:
+      outputs: the files of all launchers that were started.
+      output_of: that of each host's last launcher.
+    """
+
+    def __init__(
+        self, trial: Trial, network: hosts.Hosts, processes: int = 1, *, steps: int = STEPS, options=(),
+        script=("--pause", "0.3"),
+    ) -> None:  # fmt: skip
+        self.trial, self.network, self.processes, self.steps = trial, network, processes, steps
+        self.every = NUM_HOSTS * processes
+        self._options, self._script = options, script
         self.launchers: dict[int, subprocess.Popen] = {}
         self.outputs: list[pathlib.Path] = []
+        self.output_of: dict[int, pathlib.Path] = {}
 
     def start(self, host: int) -> None:
         coordinators = ",".join(f"{self.network.address(i)}:{PORT}" for i in range(NUM_HOSTS))
         command = [
             sys.executable, "-P", "-m", "jax_ring.launch", "-n", str(self.processes), "--nnodes", f"2:{NUM_HOSTS}",
-            "--coordinator", coordinators, "--heartbeat-timeout", str(HEARTBEAT), "--devices", "1",
-            str(TRAINING), str(STEPS), "{}", "--keep", "host", "--wait-for", str(NUM_HOSTS * self.processes),
-            "--pause", "0.3",
+            "--coordinator", coordinators, "--heartbeat-timeout", str(HEARTBEAT), "--devices", "1", *self._options,
+            str(TRAINING), str(self.steps), "{}", "--keep", "host", "--wait-for", str(self.every), *self._script,
         ]  # fmt: skip
         output = self.trial.folder / f"output-{len(self.outputs)}-of-host-{host}"
         self.outputs.append(output)
+        self.output_of[host] = output
         with open(output, "w") as file:
             self.launchers[host] = subprocess.Popen(
                 self.network.command(host, command), env={**os.environ, **self.trial.environment},
@@ -87,9 +101,15 @@ class Job:
 
     def signal(self, host: int, signum: int) -> None:
         """Signals the launcher of a host, and its processes."""
-        for pid in [self.launchers[host].pid, *_descendants(self.launchers[host].pid)]:
+        for pid in [self.launchers[host].pid, *descendants(self.launchers[host].pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+    def lose(self, host: int, signum: int) -> None:
+        """Ends the launcher of a host alone, which is to end its processes."""
+        launcher = self.launchers.pop(host)
+        launcher.send_signal(signum)
+        launcher.wait(HANG)
 
     def finish(self) -> None:
         for launcher in self.launchers.values():
@@ -98,34 +118,38 @@ class Job:
             except subprocess.TimeoutExpired:
                 raise Unexpected("hang", self.text()) from None
             assert status == 0, self.text()
-        digests = set(_DIGEST.findall(self.text()))
-        if digests != {(undisturbed(), str(NUM_HOSTS * self.processes))}:
-            raise Unexpected("wrong bits", f"{digests} instead of {undisturbed()}\n{self.text()}")
+        digests, expected = set(_DIGEST.findall(self.text())), undisturbed(self.steps, "--audits" in self._script)
+        if digests != {(expected, str(self.every))}:
+            raise Unexpected("wrong bits", f"{digests} instead of {expected}\n{self.text()}")
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     try:
         children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:
         return []
-    return [each for child in map(int, children) for each in (child, *_descendants(child))]
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+@contextlib.contextmanager
+def running(job: Job) -> Iterator[None]:
+    """The job on all hosts, from the first step on. Leaving the block kills it."""
+    try:
+        for host in range(NUM_HOSTS):
+            job.start(host)
+        job.await_entries(job.every, job.every)
+        job.await_steps(job.every)
+        yield
+    finally:
+        for host, launcher in job.launchers.items():
+            job.signal(host, signal.SIGKILL)
+            launcher.wait()
 
 
 @contextlib.contextmanager
 def _job(trial: Trial, rate: str | None = None) -> Iterator[Job]:
-    processes = 1
-    with hosts.Hosts(NUM_HOSTS, rate=rate) as network:
-        job = Job(trial, network, processes)
-        try:
-            for host in range(NUM_HOSTS):
-                job.start(host)
-            job.await_entries(NUM_HOSTS * processes, NUM_HOSTS * processes)
-            job.await_steps(NUM_HOSTS * processes)
-            yield job
-        finally:
-            for host, launcher in job.launchers.items():
-                job.signal(host, signal.SIGKILL)
-                launcher.wait()
+    with hosts.Hosts(NUM_HOSTS, rate=rate) as network, running(job := Job(trial, network)):
+        yield job
 
 
 def _goes_on(trial: Trial, fault, repair, ended: str, victim: int | None = None) -> Outcome:
@@ -133,7 +157,7 @@ def _goes_on(trial: Trial, fault, repair, ended: str, victim: int | None = None)
     victim = int(trial.random.integers(NUM_HOSTS)) if victim is None else victim
     with _job(trial) as job:
         time.sleep(trial.random.exponential(0.5))
-        left, every = (NUM_HOSTS - 1) * job.processes, NUM_HOSTS * job.processes
+        left, every = (NUM_HOSTS - 1) * job.processes, job.every
         began = time.monotonic()
         fault(job, victim)
         job.await_entries(left, left)
@@ -178,7 +202,7 @@ def slow(trial: Trial) -> Outcome:
     return Outcome("goes on with all, right bits", 1)
 
 
-def _where_hosts_work(scenario):
+def where_hosts_work(scenario):
     @functools.wraps(scenario)
     def guarded(trial: Trial) -> Outcome:
         return Outcome(f"not tried: {why_not()}") if why_not() else scenario(trial)
@@ -186,4 +210,4 @@ def _where_hosts_work(scenario):
     return guarded
 
 
-SCENARIOS = tuple(map(_where_hosts_work, (killed, stopped, cut_off, slow)))
+SCENARIOS = tuple(map(where_hosts_work, (killed, stopped, cut_off, slow)))

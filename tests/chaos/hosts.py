@@ -87,6 +87,14 @@ class Hosts:
         """The inverse of `pull_cable`."""
         _in(self._network, "ip", "link", "set", self._cable(host), "up")
 
+    def limit(self, host: int, rate: str | None) -> None:
+        """Sets the bandwidth of a cable, in the direction from the host; None for that of the machine."""
+        if rate is None:
+            _in(self._namespaces[host], "tc", "qdisc", "del", "dev", "eth0", "root")
+            return
+        limit = ("rate", rate, "burst", "256k", "latency", "50ms")
+        _in(self._namespaces[host], "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
+
     def _create(self) -> None:
         addresses = "".join(f"{self.address(i)} {self.name(i)}\n" for i in range(self.count))
         _run("ip", "netns", "add", self._network)
@@ -103,8 +111,7 @@ class Hosts:
             _in(namespace, "ip", "link", "set", "eth0", "up")
             _in(namespace, "ip", "link", "set", "lo", "up")
             if self.rate is not None:
-                limit = ("rate", self.rate, "burst", "256k", "latency", "50ms")
-                _in(namespace, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+                self.limit(host, self.rate)
 
     def _remove(self) -> None:
         for namespace in (*self._namespaces, self._network):

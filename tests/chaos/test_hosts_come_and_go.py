@@ -2,6 +2,7 @@
 
 import coming_hosts
 import pytest
+import random_faults
 from trial import Trial
 
 
@@ -16,5 +17,8 @@ def test_the_host_that_leads_is_lost(scenario):
     Trial(1).run(lambda trial: scenario(trial, victim=0))
 
 
-def test_any_host_is_stopped():
-    Trial(2).run(coming_hosts.stopped)
+def test_a_flipped_bit_is_found_and_a_host_is_stopped_in_the_recovery():
+    trial = Trial(1031)
+    trial.run(lambda trial: random_faults.any_fault(trial, faults=2))
+    assert trial.part == ("the end of a training", 0)
+    assert [(name, outcome.ended) for name, outcome in trial.outcomes] == [("in a recovery", "goes on")]

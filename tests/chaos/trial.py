@@ -53,10 +53,14 @@ class Trial:
       seed: reproduces it, up to the scheduling of the processes.
       random: its random numbers.
       folder: for its files; the processes have their temporary files there too.
+      outcomes: of its parts, with their names, if it has several.
+      part: the name of the present one and how many faults it has.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, np.random.default_rng(seed)
+        self.outcomes: list[tuple[str, Outcome]] = []
+        self.part: tuple[str, int] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
         self.folder = pathlib.Path(self._folder.name)
         self._mark = f"{os.getpid()}-{seed}"
