@@ -289,13 +289,18 @@ def explained_as_lowered():
     # Nothing that crosses is enclosed where an axis is the compiler's, even one of a single rank.
     manual, automatic = Mesh(devices.reshape(8), ("i",)), Mesh(devices.reshape(8, 1), ("i", "automatic"))
     large = 2 * all_reduce.PART_BYTES // 4
-    for mesh, function, dtype, size, options, exchanged in [
-        (manual, ring_psum, jnp.bfloat16, large, {}, True),
-        (manual, ring_psum, jnp.bfloat16, large // 2 - 1, {}, False),
-        (manual, ring_psum, jnp.bfloat16, large, {"order": "ring"}, False),
-        (manual, ring_pmax, jnp.bfloat16, large, {}, False),
-        (manual, ring_psum, np.float32, large, {}, False),
-        (automatic, ring_psum, jnp.bfloat16, large, {}, False),
+    reduced, exchanged, sent = {"all-reduce"}, {"all-to-all", "all-gather"}, {"all-to-all"}
+    for mesh, function, dtype, size, options, expected in [
+        (manual, ring_psum, jnp.bfloat16, large, {}, exchanged),
+        (manual, ring_psum, jnp.bfloat16, large // 2 - 1, {}, reduced),
+        (manual, ring_psum, jnp.bfloat16, large, {"order": "ring"}, reduced),
+        (manual, ring_pmax, jnp.bfloat16, large, {}, reduced),
+        (manual, ring_psum, np.float32, large, {}, reduced),
+        (automatic, ring_psum, jnp.bfloat16, large, {}, reduced),
+        (manual, ring_psum, jnp.bfloat16, 9, {"order": "ring"}, sent),
+        (automatic, ring_psum, jnp.bfloat16, 9, {}, sent),
+        (automatic, ring_psum, jnp.bfloat16, 9, {"order": "tree"}, sent),
+        (automatic, ring_psum, jnp.bfloat16, large, {"order": "tree"}, exchanged),
     ]:
         fun = jax.shard_map(
             lambda x, function=function, options=options: function(x, "i", **options),
@@ -305,8 +310,12 @@ def explained_as_lowered():
         found = explain(fun, jax.ShapeDtypeStruct((8 * size,), dtype, sharding=sharding))
         names = {i.name for i in found.instructions if not i.name.startswith("jax_ring")}
         case = (mesh, function, dtype, size, options, found)
-        assert names == ({"all-to-all", "all-gather"} if exchanged else {"all-reduce"}), case
+        assert names == expected, case
         assert found.predicted_bytes == found.counted_bytes, case
+        if size == 9:
+            values = integers(72, dtype=dtype)
+            x = jax.make_array_from_callback(values.shape, sharding, lambda index, values=values: values[index])
+            assert_local_shards(jax.jit(fun)(x), values.reshape(8, 9).astype(np.float32).sum(0).astype(dtype))
 
 
 def large_sums_beside_each_other():
@@ -417,6 +426,14 @@ def test_two_hosts():
     ):  # fmt: skip
         part()
         print(f"{part.__name__} passed")
+
+
+@pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
+def test_two_hosts_by_all_reduces(monkeypatch):
+    """Small messages as if they were larger."""
+    monkeypatch.setattr(exchanges, "SMALL_BYTES", 0)
+    float_rounding()
+    same_as_lax()
 
 
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)

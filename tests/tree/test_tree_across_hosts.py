@@ -11,6 +11,7 @@ from shards import numbers, terms
 from jax_ring import explain, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.distributed import discovery
 from jax_ring.lowering import topology
+from jax_ring.lowering.passes import exchanges
 
 RANKS = 8
 HOST_OF = {
@@ -35,7 +36,10 @@ def pretend(host_of, monkeypatch):
     return host_of
 
 
-def test_the_bits_are_those_of_one_host(hosts):
+@pytest.mark.parametrize("size", ["small", "not small"])
+def test_the_bits_are_those_of_one_host(hosts, size, monkeypatch):
+    if size == "not small":
+        monkeypatch.setattr(exchanges, "SMALL_BYTES", 0)
     x = {"a": numbers((24, 16, 3)), "b": [numbers((24, 8), jnp.bfloat16), numbers((24, 0, 8))], "c": numbers((24, 8))}
 
     def body(own):
@@ -99,9 +103,12 @@ def test_groups_that_lie_on_hosts_in_different_ways(along, monkeypatch):
     assert_same_bits(np.moveaxis(np.asarray(scattered), (2, 1), (0, 2)), expected)
 
 
+@pytest.mark.parametrize("size", ["small", "not small"])
 @pytest.mark.parametrize("layout", ["consecutive", "interleaved"])
-def test_bytes(layout, monkeypatch):
+def test_bytes(layout, size, monkeypatch):
     pretend(HOST_OF[layout], monkeypatch)
+    if size == "not small":
+        monkeypatch.setattr(exchanges, "SMALL_BYTES", 0)
     values = numbers((8, 64)), numbers((8, 128))
 
     def body(x):
@@ -112,6 +119,9 @@ def test_bytes(layout, monkeypatch):
     assert call.order == "tree"
     assert call.served_by == "jax_ring within hosts, XLA across 2 hosts"
     assert found.predicted_bytes == found.counted_bytes
-    # A host's sums of a quarter of the message, of which half cross; then half of the quarter of the result.
+    # A host's sums of a quarter of the message: all; or half, and then half of the quarter of the result.
     roots, num_bytes = (1 if layout == "consecutive" else 4), 192 * 4
-    assert call.wire_bytes_across_hosts == roots * num_bytes / 8 + num_bytes / 8
+    if size == "small":
+        assert call.wire_bytes_across_hosts == roots * num_bytes / 4
+    else:
+        assert call.wire_bytes_across_hosts == roots * num_bytes / 8 + num_bytes / 8

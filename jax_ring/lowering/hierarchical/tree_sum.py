@@ -18,12 +18,12 @@ from jax import lax
 from jax_ring import shard_tree
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter, layout
-from jax_ring.lowering.hierarchical import ranks_by_host, wait_markers
+from jax_ring.lowering.custom_call import layout
+from jax_ring.lowering.hierarchical import ranks_by_host, xla_ops
+from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges
-from jax_ring.lowering.topology import Levels
-from jax_ring.lowering.xla import ops
+from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
 
 
@@ -34,38 +34,51 @@ def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits an all-reduce or a reduce-scatter; parts of all operands cross together."""
-    levels, scatters = call.levels, call.kind.scatters
+    levels, scatters, steps = call.levels, call.kind.scatters, Steps(ctx, call)
     num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
-    hosts = trees.hosts_of(call.groups, levels.intra, call.options)
+    hosts, group_of = trees.hosts_of(call.groups, levels.intra, call.options), ranks_by_host.group_of(levels)
     slots = trees.num_slots(call.groups, call.options)
     lead = (slots,) if slots > 1 else ()
-    dtype, axes = ctx.avals_in[0].dtype, tuple(ctx.module_context.axis_context.mesh.axis_names)
+    dtype = ctx.avals_in[0].dtype
     wide = trees.accumulator(dtype)
     sizes = [aval.size if scatters else part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
-    arrange: Callable = partial(_in_parts, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts, dtype=wide)
-    if scatters:
-        arrange = partial(
-            _in_parts_by_owner, lead=lead, levels=levels, hosts=hosts, axes=axes, dtype=wide, **call.blocks
-        )
-    shards = [aval_of(wide, *lead, num_ranks, num_hosts * size) for size in sizes]
-    values: Sequence = [ops.inline_one(ctx, arrange, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
     roots = [aval_of(wide, hosts.num_roots, num_hosts * size) for size in sizes]
-    values = emitter.emit_within_hosts(ctx, values, call, REDUCE_SCATTER, shards, roots, group_trees=tuple(hosts.parts))
     num_bytes = sum(aval.size for aval in roots) * wide.itemsize
     copies = not scatters and exchanges.are_copied(call.service.engine, levels, num_bytes)
-    cross = partial(_cross_hosts, levels=levels, hosts=hosts, axes=axes, dtype=dtype, scatters=scatters, copies=copies)
-    crossed = [aval_of(dtype, size if scatters else num_hosts * size) for size in sizes]
-    values = wait_markers.enclose(
-        ctx, values, lambda values: ops.inline(ctx, cross, values, roots),
-        call=call.description, groups=levels.inter, avals_in=roots, avals_out=crossed,
-    )  # fmt: skip
+
+    def arrange(position, *xs):
+        for x in xs:
+            if scatters:
+                group = jnp.asarray(group_of)[position]
+                yield _in_parts_by_owner(x, lead=lead, group=group, hosts=hosts, dtype=wide, **call.blocks)
+            else:
+                yield _in_parts(x, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts, dtype=wide)
+
+    def fold(position, *received):
+        layouts = sorted(set(hosts.layouts))
+        folds = [partial(_fold_roots, layout=each, wide=wide, dtype=dtype) for each in layouts]
+        if len(folds) == 1:
+            return folds[0](*received)
+        # The groups lie on hosts in different ways, but all ranks run one program.
+        which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
+        return lax.switch(jnp.asarray(which)[jnp.asarray(group_of)[position]], folds, *received)
+
+    values = steps.run(arrange, Values(operands, dtype), wide)
+    values = steps.intra(REDUCE_SCATTER, values, roots, group_trees=tuple(hosts.parts))
+    sent = partial(_sent, num_hosts=num_hosts, copies=copies)
+    values = steps.each(sent, values, bitcasts.words_dtype(wide))
+    values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+    values = steps.run(fold, values, dtype)
     if scatters:
-        return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
-    gathered = [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes]
-    values = emitter.emit_within_hosts(ctx, values, call, ALL_GATHER, crossed, gathered)
+        return [ops.reshape(x, aval.shape) for x, aval in zip(values.values, ctx.avals_out, strict=True)]
+    if not copies:
+        values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(dtype))
+        values, _ = steps.inter(partial(xla_ops.all_gather, levels.inter), values, added=(num_hosts,))
+        values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values, dtype)
+    values = steps.intra(ALL_GATHER, values, [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes])
     return [
         ops.inline_one(ctx, partial(_unpadded, shape=aval.shape), x, full)
-        for x, full, aval in zip(values, gathered, ctx.avals_out, strict=True)
+        for x, full, aval in zip(values.values, values.avals, ctx.avals_out, strict=True)
     ]
 
 
@@ -81,58 +94,36 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 
 
 def _in_parts_by_owner(
-    x: jax.Array, *, lead: tuple, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, **dimensions
+    x: jax.Array, *, lead: tuple, group: jax.Array, hosts: trees.Hosts, dtype, **dimensions
 ) -> jax.Array:
-    """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard."""
+    """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard. group: the rank's, as an index."""
     first: Callable = partial(layout.blocks_first, **dimensions)
     blocks = jax.vmap(first)(x) if lead else first(x)
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
-    by_group = jnp.asarray(np.stack(owners))[_group_of(levels, axes)]
-    ordered = jnp.take(blocks.astype(dtype), by_group, axis=len(lead))
-    return ordered.reshape(*lead, levels.num_ranks, -1)
+    ordered = jnp.take(blocks.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
+    return ordered.reshape(*lead, len(hosts.layouts[0][0].ranks), -1)
 
 
-def _cross_hosts(
-    *values: jax.Array, levels: Levels, hosts: trees.Hosts, axes: tuple, dtype, scatters: bool, copies: bool
-) -> list[jax.Array]:
-    """The sums of all hosts from this one's, by root and element of a shard.
-
-    Args:
-      scatters: whether of this rank's part, or of the whole shard.
-      copies: whether each host is sent the whole shard.
-    """
-    inter, num_hosts = tuple(map(tuple, levels.inter)), levels.num_hosts
-    parts = [x.reshape(x.shape[0], 1 if copies else num_hosts, -1) for x in values]
-    together = jnp.moveaxis(jnp.concatenate(parts, axis=2), 1, 0)
-    together = jnp.broadcast_to(together, (num_hosts, *together.shape[1:]))
-    received = lax.all_to_all(together, axes, 0, 0, axis_index_groups=inter)
-    layouts = sorted(set(hosts.layouts))
-    folds = [partial(_fold_roots, layout=each) for each in layouts]
-    if len(folds) == 1:
-        total = folds[0](received)
-    else:
-        # The groups lie on hosts in different ways, but all ranks run one program.
-        which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
-        total = lax.switch(jnp.asarray(which)[_group_of(levels, axes)], folds, received)
-    total = total.astype(dtype)[None]
-    if not (scatters or copies):
-        total = lax.all_gather(total[0], axes, axis_index_groups=inter)
-    ends = np.cumsum([part.shape[2] for part in parts])[:-1]
-    return [part.reshape(-1) for part in jnp.split(total, ends, axis=1)]
+def _sent(x: jax.Array, *, num_hosts: int, copies: bool) -> jax.Array:
+    """Words by receiving host and root, from elements by root. copies: whether each host gets all of them."""
+    parts = x.reshape(x.shape[0], 1 if copies else num_hosts, -1)
+    words = bitcasts.to_words(jnp.moveaxis(parts, 1, 0))
+    return jnp.broadcast_to(words, (num_hosts, *words.shape[1:]))
 
 
-def _fold_roots(received: jax.Array, *, layout: tuple[trees.GroupTree, ...]) -> jax.Array:
-    """The sum of all hosts. received: by host, root and element."""
+def _fold_roots(*received: jax.Array, layout: tuple[trees.GroupTree, ...], wide, dtype) -> list[jax.Array]:
+    """The sums of all hosts, rounded once. received: words by host, root and element."""
     found = sorted((root, host, i) for host, part in enumerate(layout) for i, root in enumerate(part.roots()))
     after = shard_tree.merges_of(layout[0].num_shards, [root for root, _, _ in found])
     terms = [shard_tree.Term(host, i, merges) for (_, host, i), merges in zip(found, after, strict=True)]
-    (total,) = shard_tree.run_fold(terms, lambda host, i: received[host, i], lax.add)
-    return total
+
+    def fold(words):
+        x = bitcasts.from_words(words, wide)
+        (total,) = shard_tree.run_fold(terms, lambda host, i: x[host, i], lax.add)
+        return total.astype(dtype)
+
+    return list(map(fold, received))
 
 
 def _unpadded(x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-def _group_of(levels: Levels, axes: tuple) -> jax.Array:
-    return jnp.asarray(ranks_by_host.group_of(levels))[lax.axis_index(axes)]
