@@ -29,7 +29,7 @@ import launched_jobs  # noqa: E402
 import networks  # noqa: E402
 import random_faults  # noqa: E402
 import scipy.stats  # noqa: E402
-from trial import Outcome, Trial, Unexpected  # noqa: E402
+from trial import FALSE_ALARM, Outcome, Trial, Unexpected  # noqa: E402
 
 _MODULES = (faults, launched_jobs, networks, coming_hosts, random_faults)
 SCENARIOS = {f.__name__: f for module in _MODULES for f in module.SCENARIOS}
@@ -150,28 +150,31 @@ def _tried(name: str, seed: int, folder: pathlib.Path) -> dict:
 
 def table(results: Results) -> str:
     """The table, in Markdown."""
+    calls = any(row.calls for row in results.rows.values())
     lines = [
         f"{results.minutes:.0f} minutes; {'; '.join(results.where)}.",
         "",
-        "| | times | faults | calls checked | ended | % as expected, at least | seconds, median | 99 % |",
-        "|---|--:|--:|--:|---|--:|--:|--:|",
+        f"| | times | faults | {'calls checked | ' if calls else ''}ended | % at least | seconds, median | 99 % |",
+        f"|---|--:|--:|{'--:|' if calls else ''}---|--:|--:|--:|",
     ]
     total = Row()
-    for name, row in results.rows.items():
+    for name, row in sorted(results.rows.items()):
         ends = ", ".join(f"{end} ({n})" if len(row.ends) > 1 else end for end, n in row.ends.most_common())
-        lines.append(_line(name.replace("_", " "), row, ends))
+        lines.append(_line(name.replace("_", " "), row, ends, calls))
         for what in ("trials", "faults", "calls", "failed", "seconds"):
             setattr(total, what, getattr(total, what) + getattr(row, what))
     found = ", ".join(f"{results.unexpected[kind]} {kind}" for kind in ("wrong bits", "hang", "leftover", "other end"))
-    lines.append(_line("**all**", total, f"unexpected: {found}"))
+    alarms = sum(row.ends[FALSE_ALARM] for row in results.rows.values())
+    lines.append(_line("**all**", total, f"unexpected: {found}; {alarms} false alarms", calls))
     return "\n".join(lines)
 
 
-def _line(title: str, row: Row, ends: str) -> str:
+def _line(title: str, row: Row, ends: str, has_calls: bool) -> str:
     seconds = sorted(row.seconds)
     median = f"{statistics.median(seconds):.1f}" if seconds else ""
     late = f"{seconds[int(0.99 * len(seconds))]:.1f}" if seconds else ""
-    return f"| {title} | {row.trials} | {row.faults} | {row.calls:,} | {ends} | {row.bound} | {median} | {late} |"
+    calls = f"{row.calls:,} | " if has_calls else ""
+    return f"| {title} | {row.trials} | {row.faults} | {calls}{ends} | {row.bound} | {median} | {late} |"
 
 
 @functools.cache

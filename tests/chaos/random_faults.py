@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import hosts
 from coming_hosts import HEARTBEAT, NUM_HOSTS, Job, descendants, running, where_hosts_work
-from trial import HANG, Outcome, Trial, Unexpected
+from trial import FALSE_ALARM, HANG, Outcome, Trial, Unexpected
 
 PROCESSES = 2  # of each host
 FAULTS = 10  # of a training; one more if the last are two
@@ -286,7 +286,7 @@ def _round(job: Training) -> int:
     seconds: tuple[float, ...] = ()
     if all(fault.is_brief for fault, _ in faults):
         time.sleep(2)
-        ended = "a false alarm, goes on" if max(job.generations()) > number else "is not noticed"
+        ended = FALSE_ALARM if max(job.generations()) > number else "is not noticed"
         job.await_progress(job.every, 0, max(job.generations()) - 1)
     else:
         ended = "goes on"

@@ -19,6 +19,7 @@ from watched import Processes, as_text
 JOBS = pathlib.Path(__file__).with_name("jobs.py")
 DEADLINE = 4.0  # seconds, JAX_RING_TIMEOUT_S of the processes
 HANG = 90.0  # seconds after which what has not happened counts as a hang, on a loaded machine as well
+FALSE_ALARM = "a false alarm, goes on"  # how what nobody should have noticed has ended
 _MARK = "JAX_RING_CHAOS"  # in the environment of all processes of a trial
 
 
