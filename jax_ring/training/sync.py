@@ -198,14 +198,15 @@ class Reduction:
             wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
             return along._collective()(wide, axis_name)
 
-        # Code after the fence compiles alike whether the sums come from an engine, from XLA or, on one rank, from
-        # nothing.
-        sums = fence(along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards))
+        sums = along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards)
         means = [
             np.zeros(x.shape, x.dtype) if is_float0(like) else UNCHANGED.received(x, like, 1, divisor)
             for x, like in zip(sums, likes, strict=True)
         ]
-        return Reduced(jax.tree.unflatten(structure, means), None, None)
+        # Code after the fence compiles alike whether the sums come from an engine, from XLA or, on one rank, from
+        # nothing. XLA would also join the divisor with a constant by which the caller multiplies, unless something
+        # lies between, such as a comparison of replicas on several ranks.
+        return Reduced(jax.tree.unflatten(structure, fence(means)), None, None)
 
     def refuse_rounding(self, num_shards: int, axis_name: AxisName) -> None:
         """Raises ValueError for a wire that would round partial sums."""

@@ -172,6 +172,27 @@ def test_training_has_the_same_bits_with_audits_and_without():
     assert_same_bits(after_steps(V, 2), expected)
 
 
+def test_a_constant_behind_the_mean_is_no_reason_for_other_bits(check_vma):
+    """XLA joins a division by 12 and a product with 0.1, unless an audit lies between."""
+    x = RNG.standard_normal((24, 5)).astype(np.float32)
+
+    def update(params, x, **options):
+        grads = grad(lambda w, x: (jnp.tanh(x @ w) ** 2).mean(), "i", num_shards=12, **options)(params, x)
+        return -0.1 * grads, grads
+
+    def on(ranks, **options):
+        mapped = sharded(
+            lambda params, x: update(params, x, **options), mesh=make_mesh((ranks,)), in_specs=(P(), P("i")),
+            out_specs=P(), check_vma=check_vma,
+        )  # fmt: skip
+        return mapped(PARAMS["w"], x)
+
+    updates, grads = on(1)
+    assert_same_bits(updates, np.float32(-0.1) * np.asarray(grads))
+    for options in ({}, {"audit": 1, "step": 0}, {"check_replicas": True}):
+        assert_same_bits(on(2, **options), (updates, grads))
+
+
 def test_only_each_kth_step_is_audited():
     step = audited_step(audit=3)
     bad = masks_of(RANKS, 0, 1)  # both equally wrong, so that audits of rank 0 by rank 1 find nothing
