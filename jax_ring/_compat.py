@@ -8,7 +8,7 @@ import pathlib
 import re
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -156,22 +156,17 @@ _SCOPES_OF_JAX = re.compile(
 )
 
 
-def user_name(lowering_context) -> str:
-    """The innermost `jax.named_scope`, or else the function that makes the call; empty if unknown."""
-    for scope in reversed(lowering_context.name_stack.stack):
-        if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name)):
-            return name
-    frame = _user_frame(lowering_context.traceback)
-    for name in reversed(frame.function_name.split(".")) if frame else ():
-        if name.isidentifier():
-            return name
-    return ""
+def location_by_user(lowering_context):
+    """A location that names an operation, in compiled programs and profiles, after the user's part of the program.
 
-
-def location_named(lowering_context, name: str):
-    """A context that gives operations this name, and the user's line, in compiled programs and profiles."""
-    named = types.SimpleNamespace(name=name)
+    That is the innermost `jax.named_scope`, or else the function that makes the call.
+    """
     ctx = lowering_context
+    frame = _user_frame(ctx.traceback)
+    names = [name for scope in reversed(ctx.name_stack.stack) if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name))]
+    names += [name for name in (frame.function_name.split(".")[::-1] if frame else ()) if name.isidentifier()]
+    function = function_name(ctx.primitive)
+    named = types.SimpleNamespace(name=f"{names[0].replace('/', '.')}.{function}" if names else function)
     return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
 
 
@@ -377,12 +372,12 @@ def function_name(primitive) -> str:
     return _FUNCTION_NAMES.get(name, name)
 
 
-def module_state(lowering_context, make: Callable[[], T]) -> T:
-    """State of jax_ring, made by make(), that lives as long as the lowering of one module."""
-    kept = lowering_context.module_context.cached_primitive_lowerings
-    if "jax_ring" not in kept:
-        kept["jax_ring"] = make()
-    return kept["jax_ring"]
+def once(lowering_context, key: Hashable, compute: Callable[..., T], *args) -> T:
+    """compute(*args), called once per key and module. It is kept as long as the lowering of the module lasts."""
+    kept = lowering_context.module_context.cached_primitive_lowerings  # JAX's own keys have other types
+    if key not in kept:
+        kept[key] = compute(*args)
+    return kept[key]
 
 
 def call_with_programs(function: Callable) -> None:
@@ -717,9 +712,11 @@ def register_cpu_ffi_type(name: str, registration: dict) -> None:
 
 
 def register_dead_code_rule(primitive, rule) -> None:
-    """Registers how an equation shrinks when only some outputs are used: (used_outputs, eqn)."""
-    # JAX 0.12 inserts the liveness of the inputs between the two.
-    _dce_rules[primitive] = lambda used_outputs, *rest: rule(used_outputs, rest[-1])
+    """Registers how an equation shrinks when only some outputs are used.
+
+    rule: (used_outputs, eqn), from JAX 0.12 on with the liveness of the inputs between the two.
+    """
+    _dce_rules[primitive] = rule
 
 
 def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:

@@ -151,7 +151,8 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
     return results, result_dims
 
 
-def _dead_code(used_outputs: list[bool], eqn):
+def _dead_code(used_outputs: list[bool], *rest):
+    eqn = rest[-1]
     if all(used_outputs):
         return used_outputs, eqn
     if not any(used_outputs):

@@ -8,7 +8,7 @@ from jax_ring.lowering.call_spec import CallSpec, Pairs, Service
 from jax_ring.lowering.custom_call import partitioned
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring.lowering.state import state_of
 from jax_ring.options import Options
 
 
@@ -17,14 +17,11 @@ def service_of(ctx, call: CallSpec) -> Service:
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
         return Service(None, why_not=why_not)
     key = (platforms_of(ctx), ctx.module_context.axis_context, call.groups, call.kind, call.options, call.perm)
-    return state_of(ctx).once(("service", *key), who_serves, *key)
+    return _compat.once(ctx, ("service", *key), who_serves, *key)
 
 
-def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
-    """Cache key: calls with equal keys lower identically, except for lines.
-
-    state: of the module. params: of the primitive.
-    """
+def lowering_key(ctx, params: dict) -> tuple:
+    """Cache key: calls with equal keys lower identically, except for lines. params: of the primitive."""
     return (
         ctx.primitive,
         *params.items(),
@@ -32,14 +29,14 @@ def lowering_key(ctx, state: LoweringState, params: dict) -> tuple:
         platforms_of(ctx),
         ctx.module_context.axis_context,
         _compat.stream_of(ctx),
-        state.digest,
+        state_of(ctx).digest,
     )
 
 
 def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
     """The call's groups of mesh positions, in rank order."""
     key = (ctx.module_context.axis_context, axes, axis_index_groups)
-    return state_of(ctx).once(("groups", *key), replica_groups, *key)
+    return _compat.once(ctx, ("groups", *key), replica_groups, *key)
 
 
 def symbolic_shapes(ctx) -> list[str]:
@@ -62,7 +59,9 @@ def who_serves(
     if kind.is_ragged and platforms[0] != "cpu":
         return Service(None, why_not="the CUDA engine has no ragged all-to-all")
     levels, why_not = topology.levels_of(platforms[0], axis_context.mesh, groups)
-    if automatic_axes := partitioned.axes_of(axis_context):
+    sizes, manual = axis_context.mesh.shape, axis_context.manual_axes
+    # The compiler can divide an array over these.
+    if automatic_axes := tuple(sorted([str(axis) for axis in sizes if axis not in manual and sizes[axis] > 1])):
         if levels is not None:
             why_not = partitioned.why_not(automatic_axes, kind, options, levels.num_hosts)
         if why_not:

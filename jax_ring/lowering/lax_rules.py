@@ -10,7 +10,6 @@ from jax_ring.lowering import kinds, ragged, rules
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.dispatch import groups_of, lowering_key, platforms_of, service_of
 from jax_ring.lowering.override_state import enabled
-from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.options import Options
 
@@ -50,9 +49,8 @@ def _make_rule(call: CallSpec, jax_rule: Callable):
     def lower(ctx, operand, **params):
         if not enabled.value:
             return jax_rule(ctx, operand, **params)
-        state = state_of(ctx)
-        key = ("override", call.function, call.options, *lowering_key(ctx, state, params))
-        return state.once(key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
+        key = ("override", call.function, call.options, *lowering_key(ctx, params))
+        return _compat.once(ctx, key, _prepare, _in_order(call), jax_rule, ctx, params)(ctx, operand)
 
     return lower
 
@@ -96,7 +94,7 @@ def _prepare(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> Callable:
         _warn_of_automatic_axes(ctx, call, service.automatic_axes)
     if jax_rule is _compat.no_lowering and call.kind is kinds.BROADCAST:  # JAX lowers it for GPUs only
         call = call._replace(to_xla=lower_broadcast_to_xla)
-    emit_operands = rules.prepare(call, ctx)
+    emit_operands = rules.prepare(call, ctx, {})
     return lambda ctx, operand: emit_operands(ctx, [operand])
 
 

@@ -7,14 +7,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_ring import runtime
+from jax_ring import _compat, runtime
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import groups_of, lowering_key, platforms_of, service_of, symbolic_shapes
 from jax_ring.lowering.hierarchical import other_collectives, ranks_by_host, wait_markers
 from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE_SCATTER
-from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import fallback, ops, tree_fallback
 
 logger = logging.getLogger("jax_ring")
@@ -46,17 +45,14 @@ def lower(call: CallSpec, ctx, *operands, **params):
       NotImplementedError: without an engine under `JAX_RING_STRICT=1`, or where XLA could be wrong; for a sum along the
         tree of a symbolic shape.
     """
-    state = state_of(ctx)
-    key = (call.function, *lowering_key(ctx, state, params))
-    return state.once(key, lambda: prepare(call._replace(**params), ctx))(ctx, operands)
+    key = (call.function, *lowering_key(ctx, params))
+    return _compat.once(ctx, key, prepare, call, ctx, params)(ctx, operands)
 
 
-def prepare(call: CallSpec, ctx) -> Emit:
-    """How such calls are emitted, for any operands of the current types.
-
-    call: with the primitive's parameters.
-    """
+def prepare(call: CallSpec, ctx, params: dict) -> Emit:
+    """How such calls are emitted, for any operands of the current types. params: of the primitive."""
     runtime.refuse_in_child(call.function)
+    call = call._replace(**params)
     call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
     if call.adds_along_tree and (shapes := symbolic_shapes(ctx)):
         raise NotImplementedError(

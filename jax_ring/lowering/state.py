@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jax.extend.mlir import ir
 
@@ -12,8 +12,6 @@ from jax_ring import _compat
 if TYPE_CHECKING:
     from jax_ring.lowering.custom_call.operation import Call
     from jax_ring.lowering.passes.source_lines import Table
-
-T = TypeVar("T")
 
 
 class Numbers(dict[Any, int]):
@@ -29,7 +27,6 @@ class LoweringState:
     """A module's state, without a reference to it: a cycle would live on for a while.
 
     Attributes:
-      known: results by key, shared by calls.
       calls: to engines, by attributes, as JAX copies operations.
       call_sites: their lines, by what they compute.
       lanes: by GPU stream.
@@ -42,7 +39,6 @@ class LoweringState:
       program, site: name between processes and user's line, where the module is a part of a program; else empty.
     """
 
-    known: dict[Hashable, Any] = field(default_factory=dict)
     calls: "dict[ir.Attribute, Call]" = field(default_factory=dict)
     call_sites: "Table | None" = None
     lanes: Numbers = field(default_factory=Numbers)
@@ -55,12 +51,6 @@ class LoweringState:
     program: str = ""
     site: str = ""
 
-    def once(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
-        """compute(*args), called once per key."""
-        if key not in self.known:
-            self.known[key] = compute(*args)
-        return self.known[key]
-
 
 # Maps a lowering context to the state of its module.
-state_of: Callable[[Any], LoweringState] = partial(_compat.module_state, make=LoweringState)
+state_of: Callable[[Any], LoweringState] = partial(_compat.once, key="jax_ring", compute=LoweringState)

@@ -43,10 +43,10 @@ class Levels(NamedTuple):
 
 def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
     """How an engine, "cpu" or "cuda", serves these groups; or None, and why not."""
-    platform = _PLATFORMS[engine]
-    processes = platform.processes_of(mesh)
-    if processes is None:
-        return None, platform.why_unknown.format(count=jax.process_count())
+    members = members_of(engine, mesh)
+    if members is None:
+        return None, _WHY_UNKNOWN[engine].format(count=jax.process_count())
+    processes = [member.process for member in members]
     levels, why_not = Levels(groups), ""
     if len(set(processes)) > 1:
         is_elsewhere = _compat.is_compile_only(mesh)
@@ -55,7 +55,7 @@ def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[L
             unless = "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
             return None, why_not + unless if is_elsewhere and not are_assumed() else why_not
         levels = split
-    why_not = platform.why_unreachable(mesh, levels.intra)
+    why_not = _why_unreachable(mesh, levels.intra) if engine == "cuda" else ""
     return (None, why_not) if why_not else (levels, "")
 
 
@@ -91,57 +91,54 @@ def crossing_text(num_hosts: int) -> str:
     return f"the ranks of a group are on {num_hosts} hosts"
 
 
-# ---- CPU devices ----------------------------------------------------------------------------------------------------
-
-
-def processes_of_cpus(mesh) -> list[int] | None:
-    """By mesh position, its process; None if unknown yet."""
-    devices = _compat.mesh_devices(mesh)
-    if devices is not None:
-        return [device.process_index for device in devices]
-    return [0] * mesh.size if jax.process_count() == 1 else None
-
-
-# ---- GPUs -----------------------------------------------------------------------------------------------------------
-
-
-class Gpu(NamedTuple):
-    """A GPU, for all processes.
+class Member(NamedTuple):
+    """A rank's device, for all processes.
 
     Attributes:
       process: its owner.
-      id: of the JAX device, which every process knows.
+      id: a CPU device's position in the mesh; a GPU's id in JAX, which every process knows.
     """
 
     process: int
     id: int
 
 
-def gpus_of(mesh) -> list[Gpu] | None:
-    """GPUs by mesh position; None if unknown yet, or not all are GPUs."""
+_WHY_UNKNOWN = {
+    "cpu": "the mesh is abstract, so the devices of {count} processes in each group are not known",
+    "cuda": "the mesh is abstract or not of GPUs, so the GPUs in each group are not known",
+}
+
+
+def members_of(engine: str, mesh) -> list[Member] | None:
+    """By mesh position; None if unknown yet, or not all are GPUs that the CUDA engine needs."""
     devices = _compat.mesh_devices(mesh)
-    if devices is None or not all(map(_is_gpu, devices)):
-        return None
-    return [Gpu(device.process_index, device.id) for device in devices]
+    if engine == "cuda":
+        is_known = devices is not None and all(map(_is_gpu, devices))
+        return [Member(device.process_index, device.id) for device in devices or ()] if is_known else None
+    if devices is not None:
+        return [Member(device.process_index, position) for position, device in enumerate(devices)]
+    return [Member(0, position) for position in range(mesh.size)] if jax.process_count() == 1 else None
+
+
+def processes_of_cpus(mesh) -> list[int] | None:
+    """By mesh position, its process; None if unknown yet."""
+    members = members_of("cpu", mesh)
+    return None if members is None else [member.process for member in members]
 
 
 def _is_gpu(device) -> bool:
     return device.platform == "gpu"
 
 
-def _processes_of_gpus(mesh) -> list[int] | None:
-    gpus = gpus_of(mesh)
-    return None if gpus is None else [gpu.process for gpu in gpus]
-
-
-def _why_unreachable_gpus(mesh, groups: Groups) -> str:
+def _why_unreachable(mesh, groups: Groups) -> str:
+    """Why the GPUs of a group on one host cannot reach each other, or ""."""
     largest = max(len(group) for group in groups)
     if largest > _MAX_RANKS:
         return f"a group has {largest} ranks, and the CUDA engine serves at most {_MAX_RANKS}"
     if _compat.is_compile_only(mesh):
         return ""  # their links are unknown
     devices = _compat.mesh_devices(mesh)
-    assert devices is not None  # checked by _processes_of_gpus
+    assert devices is not None  # checked by members_of
     # Decide only by facts that all processes know, so that all lower the same program.
     members = {position: devices[position] for group in groups if len(group) > 1 for position in group}
     published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
@@ -167,31 +164,3 @@ def _why_unreachable_gpus(mesh, groups: Groups) -> str:
 
 def _name_of(device, identity: Identity) -> str:
     return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
-
-
-class _Platform(NamedTuple):
-    """What differs between engines.
-
-    Attributes:
-      processes_of: (mesh) to the process of each position; None if unknown.
-      why_unknown: in a program of `count` processes.
-      why_unreachable: (mesh, groups) to why a group's ranks on one host cannot reach each other, or "".
-    """
-
-    processes_of: Callable
-    why_unknown: str
-    why_unreachable: Callable
-
-
-_PLATFORMS = {
-    "cpu": _Platform(
-        processes_of_cpus,
-        "the mesh is abstract, so the devices of {count} processes in each group are not known",
-        lambda mesh, groups: "",
-    ),
-    "cuda": _Platform(
-        _processes_of_gpus,
-        "the mesh is abstract or not of GPUs, so the GPUs in each group are not known",
-        _why_unreachable_gpus,
-    ),
-}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import _compat, ring_all_gather, ring_ppermute, ring_psum, runtime
 from jax_ring.distributed import discovery
 from jax_ring.lowering import topology
-from jax_ring.lowering.topology import Gpu
+from jax_ring.lowering.topology import Member
 
 
 @pytest.fixture
@@ -157,8 +157,8 @@ def test_too_many_ranks(monkeypatch, expect_fallback):
 @pytest.fixture
 def two_hosts(monkeypatch, engine):
     """Eight GPUs: 0, 1, 4 and 5 are on one host, the others on a second one."""
-    gpus = lambda mesh: [Gpu(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
-    monkeypatch.setattr(topology, "gpus_of", gpus)
+    gpus = lambda engine, mesh: [Member(d.id // 2 % 2, d.id) for d in mesh.devices.flat]  # noqa: E731
+    monkeypatch.setattr(topology, "members_of", gpus)
     monkeypatch.setattr(discovery, "host_of", lambda process: f"host {process}")
 
 
@@ -224,7 +224,8 @@ def test_unequal_hosts(expect_fallback, devices, why):
 
 @pytest.mark.usefixtures("engine")
 def test_several_processes_of_one_host(monkeypatch):
-    monkeypatch.setattr(topology, "gpus_of", lambda mesh: [Gpu(d.id // 4, d.id) for d in mesh.devices.flat])
+    gpus = lambda engine, mesh: [Member(d.id // 4, d.id) for d in mesh.devices.flat]  # noqa: E731
+    monkeypatch.setattr(topology, "members_of", gpus)
     monkeypatch.setattr(discovery, "host_of", lambda process: "host")
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert "processes = dense<[0, 0, 0, 0, 1, 1, 1, 1]>" in text
@@ -239,10 +240,10 @@ def test_strict_makes_the_fallback_an_error(monkeypatch):
         lower(psum, jnp.ones(8), check_vma=False)
 
 
-def test_gpus_of_a_mesh(monkeypatch):
+def test_members_of_a_mesh(monkeypatch):
     mesh = make_mesh((2,), devices=[jax.devices()[i] for i in (3, 0)])
-    assert topology.gpus_of(mesh) is None
+    assert topology.members_of("cuda", mesh) is None
     monkeypatch.setattr(topology, "_is_gpu", lambda device: True)
-    assert topology.gpus_of(mesh) == [Gpu(0, 3), Gpu(0, 0)]
+    assert topology.members_of("cuda", mesh) == [Member(0, 3), Member(0, 0)]
     monkeypatch.setattr(topology, "_is_gpu", lambda device: device.id == 3)
-    assert topology.gpus_of(mesh) is None
+    assert topology.members_of("cuda", mesh) is None

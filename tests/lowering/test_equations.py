@@ -1,5 +1,6 @@
 """Collectives that become one equation before they are lowered, and those that are left to the combiner."""
 
+import types
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ from helpers import assert_same_bits, make_mesh, num_calls, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import (
+    _compat,
     ring_all_gather,
     ring_all_to_all,
     ring_broadcast,
@@ -21,8 +23,7 @@ from jax_ring import (
     ring_reduce,
 )
 from jax_ring.lowering import rules
-from jax_ring.lowering.passes import combiner, merge_equations
-from jax_ring.lowering.state import LoweringState
+from jax_ring.lowering.passes import combiner, merge_equations, pipeline, program_id
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -37,7 +38,7 @@ def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
     seen, lower = [], rules.prepare
     monkeypatch.setattr(rules, "prepare", lambda *args: seen.append(args) or lower(*args))
-    monkeypatch.setattr(LoweringState, "once", lambda state, key, compute, *args: compute(*args))
+    monkeypatch.setattr(_compat, "once", lambda ctx, key, compute, *args: compute(*args))
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()
     return len(seen)
@@ -163,15 +164,14 @@ def test_trees_count_by_their_leaves(monkeypatch):
 
 def test_several_processes_do_not_look_at_lines(monkeypatch):
     """Each joins the same operands in the same order, though their lines may differ."""
-    seen = []
-    join = merge_equations.join
-    monkeypatch.setattr(merge_equations, "join", lambda jaxpr: seen.append((jaxpr, join(jaxpr))) or seen[-1][1])
-    monkeypatch.setattr(merge_equations.jax, "process_count", lambda: 1)
-    sharded(lambda t: jax.tree.map(psum, t), mesh=MESH, check_vma=False).lower(TREE)
-    before, after = seen.pop()
-    assert (len(before.eqns), len(after.eqns)) == (5, 2)
-    monkeypatch.setattr(merge_equations.jax, "process_count", lambda: 2)
-    assert join(before) is before
+    before = jax.make_jaxpr(lambda t: jax.tree.map(psum, t), axis_env=[("i", RANKS)])(TREE).jaxpr
+    lower = pipeline.rule(lambda ctx, jaxpr: [jaxpr])
+    ctx = types.SimpleNamespace(module_context=types.SimpleNamespace(cached_primitive_lowerings={}))
+    monkeypatch.setattr(program_id, "note_body", lambda *args: None)
+    for processes, num_equations in ((1, 2), (2, 5)):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        (jaxpr,) = lower(ctx, jaxpr=before)
+        assert len(jaxpr.eqns) == num_equations
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from shards import numbers, terms
 
 from jax_ring import explain, ring_psum, ring_psum_scatter, ring_reduce
-from jax_ring.distributed import discovery
 from jax_ring.lowering import topology
 from jax_ring.lowering.passes import exchanges
 
@@ -30,9 +29,8 @@ def hosts(request, monkeypatch):
 
 def pretend(host_of, monkeypatch):
     """Makes the lowering believe that the devices of a mesh are on these hosts. Everything else is as it is."""
-    platform = topology._PLATFORMS["cpu"]._replace(processes_of=lambda mesh: host_of)
-    monkeypatch.setitem(topology._PLATFORMS, "cpu", platform)
-    monkeypatch.setattr(discovery, "host_of", lambda process: process)
+    levels_of = lambda engine, mesh, groups: topology._split_by_host(host_of, groups, lambda host: host)  # noqa: E731
+    monkeypatch.setattr(topology, "levels_of", levels_of)
     return host_of
 
 

@@ -14,10 +14,9 @@ from jax.interpreters import mlir
 from jax_ring import _compat, runtime
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import engine_attributes, layout, operation, partitioned, partitioner, streams
+from jax_ring.lowering.custom_call import attributes, layout, operation, partitioned, partitioner, streams
 from jax_ring.lowering.custom_call.operation import Call, Description
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.passes import exit_barrier
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
 
@@ -51,7 +50,7 @@ def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
     if call.adds_along_tree and call.group_trees is None:
         call = call._replace(group_trees=tuple(trees.trees_of(levels.intra, call.options)))
     scatters, gathers = call.kind.scatters and not call.part, call.kind.gathers and not call.part
-    slots = int(_has_slots(call))
+    slots = int(bool(call.group_trees and call.group_trees[0].num_slots() > 1))
     avals_in, avals_out = ctx.avals_in, ctx.avals_out
     if scatters:
         shapes = [aval.shape[:slots] + layout.shape_of_blocks(aval.shape[slots:], **call.blocks) for aval in avals_in]
@@ -65,7 +64,7 @@ def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
         ]
     is_alone = max(map(len, levels.intra)) == 1
     engine: Callable[..., Sequence] = (
-        partial(_reshape, avals_out) if is_alone else _prepare_engine(call, ctx, avals_in, avals_out).emit
+        partial(_reshape, avals_out) if is_alone else _prepare_engine(call, ctx, avals_in, avals_out, slots).emit
     )
     if not (scatters or gathers):
         return engine
@@ -84,10 +83,6 @@ def _reshape(avals: Sequence, ctx, operands: Sequence) -> Sequence:
     return [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals, strict=True)]
 
 
-def _has_slots(call: CallSpec) -> bool:
-    return bool(call.group_trees and call.group_trees[0].num_slots() > 1)
-
-
 class _Engine(NamedTuple):
     """A custom call without operands and lines.
 
@@ -95,43 +90,43 @@ class _Engine(NamedTuple):
       stream: of a GPU.
       known: its `operation.Call`.
       types: of its results.
+      may_alias: pairs of operand and result that can be one buffer.
     """
 
-    call: CallSpec
     stream: str
     known: Call
     types: Sequence[ir.Type]
+    may_alias: Sequence[tuple[int, int]]
 
     def emit(self, ctx, operands: Sequence) -> Sequence:
         state = state_of(ctx)
         hidden: list[ir.Value] = []
         if self.known.num_hidden:
             # The calls of a block share the mesh position.
-            hidden = [state.once(("position", ir.InsertionPoint.current.block), hlo.partition_id)]
-        aliases = [(len(hidden) + operand, result) for operand, result in _aliases_of(self.call, operands)]
+            hidden = [_compat.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)]
+        aliases = [(len(hidden) + i, result) for i, result in self.may_alias if _should_alias(operands[i])]
         known = self.known._replace(lines=(state.site or _compat.call_site(ctx),))
-
-        def build(*operands):
-            with _named_by_user(ctx):
-                return operation.build(state, known, operands, self.types, aliases)
-
+        build = partial(operation.build, ctx, known, self.types, aliases, _compat.location_by_user(ctx))
+        operands = [*hidden, *operands]
         if self.stream:
-            return streams.emit_on(ctx, self.stream, build, [*hidden, *operands], self.types)
-        built = build(*hidden, *operands)
-        exit_barrier.note(state, built)
+            return streams.emit_on(ctx, self.stream, build, operands, self.types)
+        built = build(operands)
+        if not state.may_leave_out:  # see passes/exit_barrier.py
+            enclosing = ir.InsertionPoint(built).block.owner.operation
+            state.may_leave_out = enclosing.name != "sdy.manual_computation"
         return list(built.results)
 
 
-def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence) -> _Engine:
+def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence, slots: int) -> _Engine:
     service = call.service
-    stream = streams.stream_of(ctx, service.engine, call.options)
+    stream = streams.stream_of(ctx, call.options) if service.engine == "cuda" else streams.MAIN
     target = (runtime.ASYNC_TARGETS if stream else runtime.TARGETS)[call.kind.name]
-    shared = engine_attributes.of(call, ctx, stream)
+    shared = attributes.of(call, ctx, stream)
     if stream and _compat.stream_of(ctx):
         stream = streams.MAIN  # JAX moves everything around the call to the user's stream
     takes_position, num_own = _TAKES_POSITION[service.engine], None
     if service.automatic_axes:
-        num_own = (call.kind.scatters + _has_slots(call), int(call.kind.gathers))
+        num_own = (call.kind.scatters + slots, int(call.kind.gathers))
         shared = partitioned.attributes(shared, target, takes_position, num_own, stream)
         target, stream, takes_position = partitioner.TARGET, streams.MAIN, False
     known = Call(
@@ -144,20 +139,11 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
         joins=call.kind.joins and not (call.options.apart or call.part),
         num_own=num_own,
     )
-    return _Engine(call, stream, known, [_type_of(ctx, aval) for aval in avals_out])
-
-
-def _type_of(ctx, aval) -> ir.Type:
     # Drop explicit mesh axes: whether they allow a reshape no longer matters.
-    plain = jax.core.ShapedArray(aval.shape, aval.dtype)
-    return state_of(ctx).once(plain, mlir.aval_to_ir_type, ctx.module_context, plain)
-
-
-def _named_by_user(ctx):
-    """A context whose operations are named in profiles after the user's part of the program."""
-    function = _compat.function_name(ctx.primitive)
-    name = f"{user}.{function}" if (user := _compat.user_name(ctx).replace("/", ".")) else function
-    return _compat.location_named(ctx, name)
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals_out]
+    module = ctx.module_context
+    types = [_compat.once(ctx, ("type", aval), mlir.aval_to_ir_type, module, aval) for aval in plain]
+    return _Engine(stream, known, types, _may_alias(call, len(avals_in), slots))
 
 
 def describe(ctx, call: CallSpec) -> Description:
@@ -171,16 +157,13 @@ def describe(ctx, call: CallSpec) -> Description:
 # ---- Aliasing -------------------------------------------------------------------------------------------------------
 
 
-def _aliases_of(call: CallSpec, operands: Sequence) -> list[tuple[int, int]]:
-    """Pairs of operand and result in one buffer."""
+def _may_alias(call: CallSpec, num_operands: int, slots: int) -> list[tuple[int, int]]:
+    """Pairs of operand and result that can be one buffer."""
     if call.part and call.kind.gathers:
         return [(1, 0)] if call.part[0] else []
-    candidates: list[tuple[int, int]] = []
-    if call.kind.in_place and not _has_slots(call):
-        candidates = [(i, i) for i in range(len(operands))]
-    elif call.kind.is_ragged:
-        candidates = [(len(operands) - 1, 0)]
-    return [(operand, result) for operand, result in candidates if _should_alias(operands[operand])]
+    if call.kind.in_place and not slots:
+        return [(i, i) for i in range(num_operands)]
+    return [(num_operands - 1, 0)] if call.kind.is_ragged else []
 
 
 # Ops whose result is a bitcast of the operand if both have the same number of elements. (A constraint can be more than

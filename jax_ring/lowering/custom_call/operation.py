@@ -8,9 +8,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring.lowering.custom_call import ffi_attributes, partitioned, partitioner
-from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
-from jax_ring.lowering.state import LoweringState
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import partitioned, partitioner
+from jax_ring.lowering.custom_call.attributes import CONFIG, named, of_operation
+from jax_ring.lowering.state import LoweringState, state_of
 
 Lines = tuple[str, ...]  # user lines served by one call
 Aliases = Collection[tuple[int, int]]  # pairs of operand and result that may share a buffer
@@ -81,33 +82,32 @@ class Call(NamedTuple):
 
 
 def build(
-    state: LoweringState, call: Call, operands: Sequence, types: Sequence, aliases: Aliases, location=None
+    ctx, call: Call, types: Sequence[ir.Type], aliases: Aliases, location: ir.Location, operands: Sequence
 ) -> ir.Operation:
     """Builds the call at the insertion point, as `jax.ffi.ffi_lowering` does in ten times the time.
 
     Args:
-      operands: hidden ones, then the user's.
       types: of the results.
-      location: an `ir.Location`, if another.
+      operands: hidden ones, then the user's.
     """
     aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Separate, because calls on different lines otherwise have the same attributes.
-    of_line = state.once(("config", call, aliases), _config, state, call, aliases)
-    of_types = state.once(
-        ("operation", call.target, call.num_own, aliases, operand_types, *types),
+    of_line = _compat.once(ctx, ("config", call, aliases), _config, ctx, call, aliases)
+    of_types = _compat.once(
+        ctx, ("operation", call.target, call.num_own, aliases, operand_types, *types),
         _attributes, call, operand_types, types, aliases,
     )  # fmt: skip
     attributes = {**of_types, CONFIG: of_line}
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=types, operands=operands, attributes=attributes, loc=location
     )
-    note(state, of_line, call)
+    note(state_of(ctx), of_line, call)
     return operation
 
 
-def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
+def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
     """Attributes for the handler."""
-    of_kind = state.once(("entries", call.shared), named, call.shared)
+    of_kind = _compat.once(ctx, ("entries", call.shared), named, call.shared)
     names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
     if call.num_own is not None:
         names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
@@ -117,13 +117,9 @@ def _config(state: LoweringState, call: Call, aliases: Aliases) -> ir.DictAttr:
 def _attributes(
     call: Call, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], aliases: Aliases
 ) -> dict[str, ir.Attribute]:
-    attributes = ffi_attributes.fixed(call.target)
+    attributes = of_operation(call.target, operand_types, types, aliases)
     if call.num_own is not None:
         attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
-    attributes["operand_layouts"] = ffi_attributes.layouts(operand_types)
-    attributes["result_layouts"] = ffi_attributes.layouts(types)
-    if aliases:
-        attributes["output_operand_aliases"] = ffi_attributes.aliases(aliases, len(types))
     return attributes
 
 

@@ -12,17 +12,10 @@ import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
-from jax_ring.lowering.custom_call import ffi_attributes, partitioner
-from jax_ring.lowering.custom_call.ffi_attributes import named
+from jax_ring.lowering.custom_call import partitioner
+from jax_ring.lowering.custom_call.attributes import from_values, named
 from jax_ring.lowering.kinds import Kind
 from jax_ring.options import Options
-
-
-def axes_of(axis_context) -> tuple[str, ...]:
-    """Axes left to the compiler, over which it can divide an array."""
-    mesh = axis_context.mesh
-    names = [axis for axis, size in mesh.shape.items() if axis not in axis_context.manual_axes and size > 1]
-    return tuple(sorted(map(str, names)))
 
 
 def why_not(axes: Sequence[str], kind: Kind, options: Options, num_hosts: int) -> str:
@@ -57,7 +50,7 @@ def attributes(
         partitioner.NUM_OWN: num_own,
         partitioner.STREAM: stream,
     }
-    return ir.DictAttr.get(dict([*named(shared), *named(ffi_attributes.from_values(own))]))
+    return ir.DictAttr.get(dict([*named(shared), *named(from_values(own))]))
 
 
 def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:

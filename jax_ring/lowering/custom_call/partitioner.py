@@ -10,8 +10,8 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.custom_call import ffi_attributes, streams
-from jax_ring.lowering.custom_call.ffi_attributes import named
+from jax_ring.lowering.custom_call import streams
+from jax_ring.lowering.custom_call.attributes import CONFIG, named, of_operation
 
 # A call to this target has the attributes of the engine's call, plus those described in partitioned.py.
 TARGET = "jax_ring.partitioned"
@@ -29,7 +29,6 @@ def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -
         own_in, own_out = _integers(attributes.pop(NUM_OWN))
         # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
         # divides them otherwise.
-        # the program divides them otherwise.
         alike = [partial(_compat.reshape_sharding, each, own_out) for each in shardings_out]
         shardings_in, shardings_out = [each(own_in) for each in alike], [each(own_out) for each in alike]
         types_in = [_local_type(*each) for each in zip(shapes_in, shardings_in, strict=True)]
@@ -56,7 +55,13 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
     def call(operands) -> list:
         before = [hlo.partition_id()] if takes_position else []
         pairs = [(len(before) + operand, result) for operand, result in zip(aliases[::2], aliases[1::2], strict=True)]
-        return _custom_call(target, [*before, *operands], types_out, pairs, attributes)
+        operands = [*before, *operands]
+        of_operation_ = of_operation(target, [x.type for x in operands], types_out, pairs)
+        call = ir.Operation.create(
+            "stablehlo.custom_call", results=list(types_out), operands=operands,
+            attributes={**of_operation_, CONFIG: ir.DictAttr.get(attributes)},
+        )  # fmt: skip
+        return list(call.results)
 
     def add_function(name: str, emit: Callable, **options) -> None:
         block = func.FuncOp(name, ir.FunctionType.get(types_in, types_out), **options).body.blocks.append(*types_in)
@@ -71,17 +76,3 @@ def _program(types_in: Sequence, types_out: Sequence, attributes: dict) -> ir.Mo
         else:
             add_function("main", call)
     return module
-
-
-def _custom_call(target: str, operands: Sequence, types_out: Sequence, aliases: list, attributes: dict) -> list:
-    call = ir.Operation.create(
-        "stablehlo.custom_call", results=list(types_out), operands=list(operands),
-        attributes={
-            **ffi_attributes.fixed(target),
-            "output_operand_aliases": ffi_attributes.aliases(aliases, len(types_out)),
-            "operand_layouts": ffi_attributes.layouts([x.type for x in operands]),
-            "result_layouts": ffi_attributes.layouts(types_out),
-            ffi_attributes.CONFIG: ir.DictAttr.get(attributes),
-        },
-    )  # fmt: skip
-    return list(call.results)

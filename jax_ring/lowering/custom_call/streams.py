@@ -23,9 +23,7 @@ LANES = {False: 0, True: 1}  # for calls on these two
 _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 
 
-def stream_of(ctx, engine: str, options: Options) -> str:
-    if engine != "cuda":
-        return MAIN
+def stream_of(ctx, options: Options) -> str:
     return _compat.stream_of(ctx) or (COLLECTIVE if options.overlap else MAIN)
 
 
@@ -51,13 +49,13 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
     """Emits an operation in a function, and a call to it on the stream.
 
     Args:
-      build: (*operands) to the operation, with results of these types.
+      build: (operands) to the operation, with results of these types.
     """
     function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], list(types))
     state_of(ctx).functions_on_streams.add(function.name.value)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
-        func.return_(build(*block.arguments).results)
+        func.return_(build(list(block.arguments)).results)
     return call_on(stream, function.name.value, operands, types)
 
 

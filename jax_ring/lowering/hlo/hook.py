@@ -22,8 +22,8 @@ from jax_ring import _compat, runtime
 from jax_ring.distributed import assumed_hosts
 from jax_ring.lowering import dispatch, trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import engine_attributes, operation, streams
-from jax_ring.lowering.custom_call.ffi_attributes import named
+from jax_ring.lowering.custom_call import attributes, operation, streams
+from jax_ring.lowering.custom_call.attributes import named
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
 from jax_ring.lowering.hlo.collectives import Collective
@@ -173,7 +173,7 @@ class _Program(NamedTuple):
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
-            shared = engine_attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
+            shared = attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
             site = operation.site_of((self._site_of(instruction),))
             return str(operation.config(shared, call=ir.StringAttr.get(described), site=site))
 

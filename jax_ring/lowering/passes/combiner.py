@@ -17,10 +17,10 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering.custom_call import operation
-from jax_ring.lowering.custom_call.ffi_attributes import CONFIG
+from jax_ring.lowering.custom_call.attributes import CONFIG
 from jax_ring.lowering.custom_call.operation import Call
 from jax_ring.lowering.passes import dataflow, exchanges
-from jax_ring.lowering.state import Numbers, state_of
+from jax_ring.lowering.state import LoweringState, Numbers
 
 # Joining larger calls saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
@@ -40,34 +40,26 @@ class Joined(NamedTuple):
     callers: dict[ir.Block, ir.Operation]
 
 
-def join(ctx, body: ir.Operation) -> Joined:
-    """Joins the calls in a lowered shard_map's body."""
-    joined = Joined([], {})
-    _join_within(ctx, body, joined)
-    return joined
-
-
-def _join_within(ctx, parent: ir.Operation, joined: Joined) -> None:
+def join(ctx, state: LoweringState, parent: ir.Operation, joined: Joined) -> None:
+    """Joins the calls in the body of a lowered shard_map, or of an operation or function within."""
     for region in parent.regions:
         for block in region:
-            _join_block(ctx, block, joined)
+            _join_block(ctx, state, block, joined)
 
 
-def _join_function(ctx, caller: ir.Operation, joined: Joined) -> None:
+def _join_function(ctx, state: LoweringState, caller: ir.Operation, joined: Joined) -> None:
     """Joins the calls in a called function, once."""
     name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
-    state = state_of(ctx)
     if name in state.joined_functions:
         return
     state.joined_functions.add(name)
     function = _compat.called_function(ctx, caller)
     if name in state.functions_on_streams:
         joined.callers[function.regions[0].blocks[0]] = caller
-    _join_within(ctx, function, joined)
+    join(ctx, state, function, joined)
 
 
-def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
-    known = state_of(ctx).calls
+def _join_block(ctx, state: LoweringState, block: ir.Block, joined: Joined) -> None:
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
     exchanged: dict[int, ir.Operation] = {}
@@ -78,7 +70,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
         name = op.name
         if name == "stablehlo.custom_call":
             attributes = op.attributes
-            call = known.get(attributes[CONFIG]) if CONFIG in attributes else None
+            call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
             if call is not None:
                 calls[i] = call
         elif exchanges.is_one(op):
@@ -86,7 +78,7 @@ def _join_block(ctx, block: ir.Block, joined: Joined) -> None:
         elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
             # The calls in a nested shard_map have been joined already.
             inner = Joined([], joined.callers)
-            (_join_function if name == "func.call" else _join_within)(ctx, op, inner)
+            (_join_function if name == "func.call" else join)(ctx, state, op, inner)
             within[i] = inner.calls
     left = _join_calls(ctx, operations, calls, exchanged)
     for i in sorted([*left, *within]):
@@ -183,7 +175,7 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
         lines=tuple(dict.fromkeys(line for _, each in members for line in each.lines)),
     )
     with ir.InsertionPoint(last):
-        new = operation.build(state_of(ctx), new_call, [*hidden, *operands], types, aliases, last.location)
+        new = operation.build(ctx, new_call, types, aliases, last.location, [*hidden, *operands])
     for result, place in served:
         result.replace_all_uses_with(new.results[place])
     return new

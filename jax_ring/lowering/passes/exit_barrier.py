@@ -12,12 +12,6 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import topology
-from jax_ring.lowering.state import LoweringState
-
-
-def note(state: LoweringState, call: ir.Operation) -> None:
-    if not state.may_leave_out:
-        state.may_leave_out = ir.InsertionPoint(call).block.owner.operation.name != "sdy.manual_computation"
 
 
 def end(ctx, body: ir.Operation, params: dict) -> None:

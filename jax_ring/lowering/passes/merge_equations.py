@@ -7,7 +7,6 @@ when the first runs, become one equation. The combiner joins the rest, at more e
 from collections.abc import Hashable
 from typing import Any
 
-import jax
 from jax.extend.core import Primitive
 
 from jax_ring import _compat
@@ -43,12 +42,9 @@ class _Group:
 
 
 def join(jaxpr):
-    """The jaxpr with collectives joined, within the combiner's limits.
-
-    That depends on lines, which may differ between processes, so only single-process programs change.
-    """
+    """The jaxpr with collectives joined, within the combiner's limits."""
     equations = jaxpr.eqns
-    if jax.process_count() > 1 or len([1 for equation in equations if equation.primitive in PRIMITIVES]) < 2:
+    if len([1 for equation in equations if equation.primitive in PRIMITIVES]) < 2:
         return jaxpr
     groups = [group.places for group in _groups(equations) if len(group.places) > 1]
     joined = {places[0]: _joined([equations[place] for place in places]) for places in groups}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 from jax.extend.mlir import ir
 
 from jax_ring.lowering.hlo import hook
@@ -20,16 +21,22 @@ from jax_ring.lowering.state import state_of
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
-    program_id.note_body(ctx, params["jaxpr"])  # before its calls are lowered
-    results = jax_rule(ctx, *operands, **{**params, "jaxpr": merge_equations.join(params["jaxpr"])})
+    jaxpr = params["jaxpr"]
+    if jax.process_count() > 1:
+        program_id.note_body(ctx, jaxpr)  # before its calls are lowered
+    else:
+        # Which are joined depends on lines, which may differ between processes.
+        jaxpr = merge_equations.join(jaxpr)
+    results = jax_rule(ctx, *operands, **{**params, "jaxpr": jaxpr})
     state = state_of(ctx)
     if state.rounded_sums:
         fold_casts.drop_redundant_casts(state)
     if state.calls:
-        body = next((value.owner.operation for value in results if isinstance(value, ir.OpResult)), None)
+        owners = [value.owner.operation for value in results if isinstance(value, ir.OpResult)]
         # A mesh of one rank has no such operation.
-        if body and body.name == "sdy.manual_computation":
-            joined = combiner.join(ctx, body)
+        if owners and (body := owners[0]).name == "sdy.manual_computation":
+            joined = combiner.Joined([], {})
+            combiner.join(ctx, state, body, joined)
             source_lines.settle(state, joined.calls, joined.callers)
             if state.may_leave_out:
                 exit_barrier.end(ctx, body, params)

@@ -21,13 +21,11 @@ _MAX_BYTES = 1 << 16  # size limit of an array that is part of a program
 
 
 def name_of(ctx) -> str:
-    """The program's name, with several processes; else empty.
+    """The program's name between processes.
 
     Before the '#' it is the same everywhere. Behind it programs of that name are counted; a process may lower more, to
     print or run one alone.
     """
-    if jax.process_count() == 1:
-        return ""
     state = state_of(ctx)
     if state.program:
         return state.program
@@ -39,8 +37,6 @@ def name_of(ctx) -> str:
 
 def note_body(ctx, jaxpr) -> None:
     """Adds a shard_map's body to its program's digest."""
-    if jax.process_count() == 1:
-        return
     state = state_of(ctx)
     before = state.digest or _digest(*_compat.main_argument_types(ctx))
     state.digest = _digest(before, digest_of(jaxpr))

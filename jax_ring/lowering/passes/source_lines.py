@@ -15,7 +15,7 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering.custom_call import operation
-from jax_ring.lowering.custom_call.ffi_attributes import CONFIG, named
+from jax_ring.lowering.custom_call.attributes import CONFIG, named
 from jax_ring.lowering.custom_call.operation import Call, Lines, compared
 from jax_ring.lowering.state import LoweringState, Numbers, state_of
 
