@@ -254,11 +254,11 @@ KINDS = (
 
 
 def _drawn(job: Training, number: int) -> list[tuple[Fault, int]]:
-    """So many faults, and their hosts. Of those that lose what a host remembers there is only one at a time."""
+    """So many faults, and their hosts. At a time only one loses what a host remembers, and one hits the leader."""
     random = job.trial.random
     while True:
         faults = [KINDS[i] for i in random.integers(len(KINDS), size=number)]
-        if sum(fault.loses_memory for fault in faults) < 2:
+        if max(sum(fault.loses_memory for fault in faults), sum(fault.hits_leader for fault in faults)) < 2:
             break
     victims = list(map(int, random.permutation(NUM_HOSTS)))
     if leader := [i for i, fault in enumerate(faults) if fault.hits_leader]:
