@@ -149,8 +149,8 @@ def test_processes(tmp_path):
     for row in rows:
         assert (row["ranks"], row["processes"], row["hosts"], row["wrong"]) == (4, 2, 2, 0)
         assert row["out_of_place"]["median"] > 0
-        # lax.psum passes every rank's message to XLA's all-reduce; ring_psum must not pass more. A rank's shard, of which
-        # there is a copy for each of the two hosts, has at least one element.
+        # lax.psum passes every rank's message to XLA's all-reduce; ring_psum must not pass more. A rank's shard, of
+        # which there is a copy for each of the two hosts, has at least one element.
         assert row["xla_bytes"] == 4 * row["bytes"] if row["implementation"] == "lax.psum" else row["xla_bytes"] > 0
         assert row["xla_bytes"] <= 4 * max(row["bytes"], 2 * 4)
 
