@@ -204,8 +204,8 @@ class Reduction:
             for x, like in zip(sums, likes, strict=True)
         ]
         # Code after the fence compiles alike whether the sums come from an engine, from XLA or, on one rank, from
-        # nothing. XLA would also join the divisor with a constant by which the caller multiplies, unless something
-        # lies between, such as a comparison of replicas on several ranks.
+        # nothing. XLA would also join the divisor with a constant by which the caller multiplies, unless an audit
+        # lies between.
         return Reduced(jax.tree.unflatten(structure, fence(means)), None, None)
 
     def refuse_rounding(self, num_shards: int, axis_name: AxisName) -> None:

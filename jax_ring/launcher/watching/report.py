@@ -182,7 +182,7 @@ def _times(found: Found) -> Iterable[str]:
                 inside.append((times.completed - max(times.started, previous)) / 1e6)
             if previous:
                 between.append(max(times.started - previous, 0) / 1e6)
-        yield (f"  {rank:>6} {_median(inside):>9} {_median(between):>9} {last[rank]:>11} {_median(behind[rank]):>9}")
+        yield f"  {rank:>6} {_median(inside):>9} {_median(between):>9} {last[rank]:>11} {_median(behind[rank]):>9}"
 
 
 def _median(values: list[float]) -> str:
