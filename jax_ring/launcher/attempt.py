@@ -76,8 +76,12 @@ class Attempt:
 
     async def run(self) -> Outcome:
         self._forget_events()
-        watching = asyncio.create_task(self._watcher.run())
-        watching.add_done_callback(self._unwatched)
+        watching = [asyncio.create_task(self._watcher.run())]
+        if self._leaving is not None:
+            stopped = self._leaving.watch_stopped(self._running, self._options.heartbeat_timeout)
+            watching.append(asyncio.create_task(stopped))
+        for task in watching:
+            task.add_done_callback(self._unwatched)
         try:
             for index, slot in enumerate(self._plan.slots):
                 rank = self._plan.first + index
@@ -89,7 +93,8 @@ class Attempt:
                     return await self._terminate(signal.SIGTERM, self._options.failure_grace, str(failure))
             return await self._supervise()
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             for timer in self._timers:
                 timer.cancel()
             for process in self._processes.values():

@@ -1,18 +1,22 @@
 """Hosts that come and go, which are launchers on one host here: lost ones, joins, the next leader, and refusals."""
 
+import asyncio
 import contextlib
 import functools
+import os
 import pathlib
 import re
 import signal
 import socket
 import subprocess
 import time
+import types
 
 import pytest
 from launches import COMMAND, assert_gone
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.elastic_hosts.leaving import Leaving
 
 TIME_LIMIT = 60
 # Prints where it is, and leaves at the next "commit" when members are to change.
@@ -161,6 +165,32 @@ def test_a_failure_uses_up_a_restart(launchers):
     assert [launchers.status(each) for each in hosts] == [1, 1]
     assert "raised ValueError: bad batch; restart 1 of 1 in 0 s" in launchers.output(hosts[0])
     assert "raised ValueError: bad batch" in launchers.output(hosts[1]).splitlines()[-1]
+
+
+def test_a_stopped_process_does_not_hold_up_the_others(launchers):
+    options = ("--heartbeat-timeout", "2", "--leave-timeout", "0.5", "--backoff", "0", "--max-restarts", "1")
+    hosts = [launchers.start(*options, nnodes="2:2") for _ in range(2)]
+    pids = [launchers.await_process(host, i, 2, "0,1", "0") for i, host in enumerate(hosts)]
+    # As one may be before it has connected, when no collective waits for it.
+    os.kill(pids[1], signal.SIGSTOP)
+    for i, host in enumerate(hosts):
+        launchers.await_process(host, i, 2, "0,1", "1")
+    assert_gone(pids)
+    launchers.end()
+    assert [launchers.status(each) for each in hosts] == [0, 0], launchers.outputs()
+    assert f"(pid {pids[1]}) has been stopped for 2 s (--heartbeat-timeout)" in launchers.output(hosts[1])
+    assert "rank 1 " in re.search(".* has been stopped for .*", launchers.output(hosts[0]))[0]
+
+
+@pytest.mark.parametrize(("looks", "told"), [(9 * "T" + "R" + 9 * "T", 0), (12 * "T", 1)])
+def test_brief_stops_do_not_add_up(looks, told):
+    left, states = [], iter(looks)
+    process = types.SimpleNamespace(number=0, name="rank 0 (pid 1)", is_stopped=lambda: next(states) == "T")
+    remote = types.SimpleNamespace(tell_left=lambda is_all, reason: left.append((is_all, reason)))
+    watch = Leaving(None, remote, lambda text: None).watch_stopped(lambda: [process], 0.01)
+    with pytest.raises(RuntimeError, match="StopIteration"):  # at the end of the looks
+        asyncio.run(watch)
+    assert left == told * [(True, "rank 0 (pid 1) has been stopped for 0.01 s (--heartbeat-timeout)")]
 
 
 def test_what_is_refused(launchers):

@@ -1,11 +1,15 @@
 """Processes of a job whose hosts come and go, which leave a generation: others are started in their place."""
 
+import asyncio
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.processes import Process
 from jax_ring.launcher.shared import Remote
+
+_LOOKS = 10  # at a process until it counts as stopped
 
 
 class Leaving:
@@ -29,10 +33,7 @@ class Leaving:
                 if self._is_change_pending:
                     self._tell(process)
             elif message["do"] == "next_generation":
-                self._log(f"{process.name} has left: {message['reason']}")
-                self._left.add(process.number)
-                is_all = all(other.number in self._left for other in running)
-                self._remote.tell_left(is_all, f"{process.name} has left: {message['reason']}")
+                self._leaves(process, f"has left: {message['reason']}", running)
             else:
                 raise ValueError(f"unknown request {message['do']!r}")
         except (ValueError, KeyError, TypeError) as error:
@@ -43,6 +44,25 @@ class Leaving:
         self._is_change_pending = True
         for process in running:
             self._tell(process)
+
+    async def watch_stopped(self, running: Callable[[], Sequence[Process]], limit: float) -> None:
+        """Counts processes as having left that a signal has stopped for `limit` seconds. Runs until it is cancelled.
+
+        While processes start, nothing else tells those that wait for them before JAX's own limit of minutes.
+        """
+        looks: collections.Counter[int] = collections.Counter()
+        while True:
+            await asyncio.sleep(limit / _LOOKS)
+            for process in running():
+                looks[process.number] = looks[process.number] + 1 if process.is_stopped() else 0
+                if looks[process.number] == _LOOKS:
+                    self._leaves(process, f"has been stopped for {limit:g} s (--heartbeat-timeout)", running())
+
+    def _leaves(self, process: Process, how: str, running: Sequence[Process]) -> None:
+        self._log(f"{process.name} {how}")
+        self._left.add(process.number)
+        is_all = all(other.number in self._left for other in running)
+        self._remote.tell_left(is_all, f"{process.name} {how}")
 
     def _enlist(self, min_processes: int, multiple_of: int | None) -> None:
         if min_processes < 1:
