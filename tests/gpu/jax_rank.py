@@ -191,6 +191,75 @@ def check_training(mesh) -> None:
     print("all steps are right")
 
 
+def check_ordinary_jit(mesh) -> None:
+    """Programs of `jit` alone, whose collectives XLA's partitioner inserts, under override_lax().
+
+    A GPU that several ranks share has no collectives of XLA: NCCL refuses it. So the values are those of one device,
+    the same bits where the sums are of small integers.
+    """
+    size, rank = mesh.size, jax.process_index()
+    divided, whole = NamedSharding(mesh, P("i")), NamedSharding(mesh, P())
+    columns = NamedSharding(mesh, P(None, "i"))
+    # So many features that each rank can have as many.
+    features, hidden, batch = 24 * size, 48 * size, 16 * size
+    integers = lambda *shape: np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)  # noqa: E731
+    placed = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])  # noqa: E731
+    x, w1, w2 = integers(batch, features), integers(features, hidden), integers(hidden, 3)
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params[0] / 64)
+        return jnp.mean((hidden @ params[1]) ** 2)
+
+    def train(params, x):
+        def step(params, _):
+            value, gradients = jax.value_and_grad(loss)(params, x)
+            return [p - 0.01 * g for p, g in zip(params, gradients, strict=True)], value
+
+        return lax.scan(step, params, length=5)
+
+    def tensor_parallel(x, w1, w2):  # as Megatron divides it: columns, then rows, and one sum
+        return lax.with_sharding_constraint((x @ w1) @ w2, whole)
+
+    calls = {
+        "sum": (lambda x: x.sum(0), [(x, divided)], whole, True),
+        "maximum": (lambda x: x.max(0), [(x, divided)], whole, True),
+        "gather": (lambda x: x + 1, [(x, divided)], whole, True),
+        "transpose": (lambda x: 2 * x, [(x, divided)], columns, True),
+        "contraction": (lambda x, w: x @ w, [(x, columns), (w1, divided)], whole, True),
+        "scatter": (lambda x, w: x @ w, [(x, columns), (w1, divided)], divided, True),
+        "shift": (lambda x: jnp.roll(x, 1, 0), [(x, divided)], divided, True),
+        "loop": (
+            lambda x: lax.fori_loop(0, 9, lambda i, x: x - jnp.sign(x.sum(0)), x), [(x, divided)], divided, True,
+        ),
+        "tensor parallel": (tensor_parallel, [(x, whole), (w1, columns), (w2, divided)], whole, True),
+        "training": (
+            lambda x, *params: train(list(params), x), [(x, divided), (w1 / 8, whole), (w2 / 8, whole)], whole, False,
+        ),
+        "training with divided parameters": (
+            lambda x, *params: train(list(params), x)[1], [(x, divided), (w1 / 8, divided), (w2 / 8, divided)], whole,
+            False,
+        ),
+    }  # fmt: skip
+    for name, (call, arguments, out, exact) in calls.items():
+        want = jax.tree.leaves(jax.jit(call)(*[value for value, _ in arguments]))  # on this process's device alone
+        with override_lax():
+            compiled = jax.jit(call, out_shardings=out).lower(*[placed(*argument) for argument in arguments]).compile()
+        hlo = compiled.as_text()
+        left = re.search(r" (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(-start)?\(", hlo)
+        assert "jax_ring_" in hlo, (name, hlo)
+        assert not left, (name, left, hlo)
+        for _ in range(3):  # XLA may record a program only after the first
+            got = jax.tree.leaves(compiled(*[placed(*argument) for argument in arguments]))
+            for a, b in zip(got, want, strict=True):
+                shard = a.addressable_shards[0]
+                if exact:
+                    np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(b)[shard.index], name)
+                else:
+                    np.testing.assert_allclose(np.asarray(shard.data), np.asarray(b)[shard.index], 2e-4, 1e-6, name)
+        print(f"{name}: {len(re.findall('jax_ring_[a-z_]+', hlo))} calls, rank {rank}")
+    print("all ordinary programs are right")
+
+
 def check_recorded(mesh) -> None:
     """Runs a loop that XLA records, several times: it may record only after the first."""
     make = lambda rank: np.arange(1003, dtype=np.float32) + rank  # noqa: E731
@@ -262,6 +331,7 @@ def main(coordinator: str, count: str, process: str, part: str) -> None:
     assert mesh.size == int(count)
     parts = {
         "sums": check_sums, "exchanges": check_exchanges, "family": check_family, "training": check_training,
+        "ordinary": check_ordinary_jit,
         "recorded": check_recorded, "beside": compile_beside_a_loop, "skip": skip_a_call,
         "go on": go_on_after_a_failure,
     }  # fmt: skip

@@ -46,7 +46,7 @@ def run_ranks(backend, count: int, part: str, **environment) -> list[subprocess.
 
 
 PARTS = [("sums", 2), ("sums", 4), ("exchanges", 2), ("exchanges", 3), ("family", 2), ("family", 3), ("training", 2)]
-PARTS += [("training", 4)]
+PARTS += [("training", 4), ("ordinary", 2), ("ordinary", 4)]
 
 
 @pytest.mark.parametrize(("part", "count"), PARTS)
