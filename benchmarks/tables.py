@@ -47,7 +47,8 @@ class Run(NamedTuple):
     def label(self) -> str:
         parts = [self.machine["processor"], f"JAX {'.'.join(self.machine['jax'].split('.')[:2])}"]
         parts += [self.machine["forced_isa"]] if self.machine.get("forced_isa") else []
-        parts += [f"{self.machine['usable_cores']} core"] if self.has_fewer_cores else []
+        cores = self.machine.get("usable_cores", self.machine["cores"])
+        parts += [f"{cores} core{'s' * (cores > 1)}"] if self.has_fewer_cores or cores > 2 else []
         return ", ".join([*parts, *([self.machine["engine"]] if self.machine.get("engine") else [])])
 
 
@@ -57,7 +58,7 @@ def load(folder: pathlib.Path = ROOT / "benchmarks/results") -> list[Run]:
     for path in sorted(folder.glob("cpu-*/*-*.json")):
         about = path.with_name("about.json")
         file = json.loads(path.read_text())
-        machine = (json.loads(about.read_text()) if about.exists() else {}) | file["machine"]
+        machine = file["machine"] | (json.loads(about.read_text()) if about.exists() else {})
         runs.append(Run(path.name.split("-")[0], machine, file["rows"]))
     return sorted(runs, key=lambda run: (not run.is_usual, "engine" in run.machine, run.label))
 
