@@ -86,7 +86,7 @@ class CudaBackend final : public Backend {
         [&](const gpu::KernelKey& key) { least = std::min(least, gpu::most_teams_at_once(key, device)); });
     for (const void* kernel : gpu::built_kernels()) {
       int per_processor = 0;
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, gpu::kThreadsPerCta, 0),
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kThreadsPerCta, 0),
             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
       least = std::min(least, per_processor * processors);
     }

@@ -55,36 +55,52 @@ template <class Element, class Op, Algorithm kAlgorithm>
 constexpr bool has_tree = is_needed<Element, Op, kAlgorithm> && std::is_same_v<Op, Sum> &&
                           (kAlgorithm == Algorithm::one_shot || kAlgorithm == Algorithm::two_shot);
 
-// Starts a call. Returns false if it must not run: this rank has failed before, or its lane is busy.
-template <class Team>
-JAX_RING_TEAM bool start(const Endpoint& self, int cta, Team team) {
-  bool ok = true;
+// Whether a call hands more than its turn to the next one in its lane. One-shot does not, which saves it a fence.
+template <Algorithm kAlgorithm>
+constexpr bool kHasCounters = kAlgorithm != Algorithm::one_shot;
+
+// Starts a call, and returns its Progress::turn: busy if it must not run, because this rank has failed before or
+// another call has its lane.
+template <Algorithm kAlgorithm, class Team>
+JAX_RING_TEAM uint64_t start(const Endpoint& self, int cta, Team team) {
+  uint64_t turn = 0;
   if (team.thread() == 0) {
-    // After a failure a rank no longer knows how far its peers are.
-    ok = SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) == 0;
-    if (ok && !try_take(&self.progress[cta].busy)) {
+    // Each takes a way to the memory and back. In this order the second need not wait for the first.
+    const bool has_failed = SystemAtomic<uint32_t>(*self.failed).load(cuda::memory_order_relaxed) != 0;
+    turn = take(&self.progress[cta].turn, kHasCounters<kAlgorithm>);
+    if ((turn & Progress::kBusy) != 0) {
       fail(self, FailureKind::busy, Step::start, self.rank, 0, cta);
-      ok = false;
+    } else if (has_failed) {
+      // After a failure a rank no longer knows how far its peers are.
+      give_back(&self.progress[cta].turn, static_cast<uint32_t>(turn));
+      turn |= Progress::kBusy;
     }
   }
-  return team.all(ok);
+  return team.of_first(turn);
 }
 
 // Ends a call that has started. A call that never started leaves the lane to the running call. All threads have met at
 // a barrier since they last used a mailbox or the counters: every algorithm ends with one, even if it fails.
-template <class Team>
-JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team) {
-  if (team.thread() == 0) give_back(&self.progress[cta].busy);
+template <Algorithm kAlgorithm, class Team>
+JAX_RING_TEAM void finish(const Endpoint& self, int cta, Team team, uint32_t epoch) {
+  if (team.thread() != 0) return;
+  if constexpr (kHasCounters<kAlgorithm>) {
+    give_back(&self.progress[cta].turn);
+  } else {
+    give_back(&self.progress[cta].turn, epoch);
+  }
 }
 
 template <class Element, class Op, Algorithm kAlgorithm, class Team, class Terms = RankTerms>
 JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const Plan& plan, int cta, Team team,
                             const Terms& terms = {}) {
   const auto op = kernel_operation<Op>(message.flipped);
-  const bool started = start(self, cta, team);
+  const uint64_t turn = start<kAlgorithm>(self, cta, team);
+  const bool started = (turn & Progress::kBusy) == 0;
+  uint32_t epoch = static_cast<uint32_t>(turn);  // of one-shot
   bool ok = started;
   if constexpr (kAlgorithm == Algorithm::one_shot) {
-    ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, op, terms);
+    ok = ok && one_shot::all_reduce<Element>(self, message, cta, team, &epoch, op, terms);
   } else if constexpr (kAlgorithm == Algorithm::two_shot) {
     ok = ok && two_shot::run<Element>(self, message, plan, cta, team, op, terms);
   } else if constexpr (kAlgorithm == Algorithm::multicast) {
@@ -92,7 +108,7 @@ JAX_RING_TEAM void run_team(const Endpoint& self, const Message& message, const 
   } else {
     ok = ok && ring::reduce<Element>(self, message, plan, cta, team, op);
   }
-  if (started) finish(self, cta, team);
+  if (started) finish<kAlgorithm>(self, cta, team, epoch);
   if (ok) return;
   if constexpr (Terms::kIsTree) {
     poison_results(self, message, terms.num_results(), cta, team);

@@ -2,9 +2,9 @@
 // them.
 //
 // Data and the round's tag travel in the same words (as in NCCL's LL protocol), so there is no flag to wait for and no
-// fence: p-1 sends and a poll. One round exchanges a message up to the default threshold. Two sets of lines alternate.
-// A rank rewrites a set two rounds later. By then it has finished the round in between, and every peer sent its data
-// for that round only after reading this set.
+// fence: p-1 sends and a poll. One round exchanges a message up to the default threshold, but at most a pack per
+// thread, which sends, waits and folds once. Two sets of lines alternate. A rank rewrites a set two rounds later. By
+// then it has finished the round in between, and every peer sent its data for that round only after reading this set.
 //
 // Along a tree, a rank with several slots sends one pack per slot for a pack of the result. A round is shorter then.
 #pragma once
@@ -30,33 +30,30 @@ JAX_RING_TEAM Line* lines(const Endpoint& self, int owner, int cta, int source, 
   return reinterpret_cast<Line*>(self.mailbox[owner] + offset);
 }
 
-// Sends this rank's packs and two more lines. One is the header, which identifies the call. The other is a line that
-// this round does not use, a different one each round, so that no line keeps its tag until the epochs wrap around. A
-// rank's lines to itself need neither: the thread that reads one has just written it.
+// Sends two lines beside the packs. One is the header, which identifies the call. The other is a line that this round
+// does not use, a different one each round, so that no line keeps its tag until the epochs wrap around. A rank's lines
+// to itself need neither: the thread that reads one has just written it.
 template <class Team, class Terms>
-JAX_RING_TEAM void send(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch, const Terms& terms) {
+JAX_RING_TEAM void announce(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                            uint32_t epoch, const Terms& terms) {
   const int p = self.num_ranks();
-  const uint64_t swept = epoch / 2 % self.capacity.num_lines();
   // From the last thread on: the first ones have packs to send.
   for (int step = team.size() - team.thread(); step < p; step += team.size()) {
     Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch);
-    store_line(to, tagged(message.fingerprint, epoch));
-    if (swept > kLinesPerPack * terms.num_slots() * range.size()) store_line(to + swept, tagged(0, epoch));
+    store_line(to + self.capacity.header(), tagged(message.fingerprint, epoch));
+    const uint32_t swept = epoch / 2 % static_cast<uint32_t>(self.capacity.header());
+    if (pack_of_line(swept) >= terms.num_slots() * range.size()) store_line(to + swept, tagged(0, epoch));
   }
-  JAX_RING_NO_UNROLL
-  for (int slot = 0; slot < terms.num_slots(); ++slot) {
-    for_each_small_pack<1>(
-        message, RangeWalk{range}, team,
-        [&](const auto& operand, uint64_t index, const Spot&) { return operand.load(index, slot); },
-        [&](const auto&, uint64_t, const Spot& spot, Pack pack) {
-          const uint64_t place = slot * range.size() + spot.place;
-          for (int step = Terms::kFirstStep; step < p; ++step) {
-            Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + 1 + kLinesPerPack * place;
-            store_line(to, tagged(pack.word[0], epoch));
-            store_line(to + 1, tagged(pack.word[1], epoch));
-          }
-        });
+}
+
+// Sends a pack to the ranks from kFirstStep places after this one on.
+template <int kFirstStep>
+JAX_RING_TEAM void send(const Endpoint& self, uint32_t place, Pack pack, int cta, uint32_t epoch) {
+  const int p = self.num_ranks();
+  for (int step = kFirstStep; step < p; ++step) {
+    Line* to = lines(self, modulo(self.rank + step, p), cta, self.rank, epoch) + line_of_pack(place);
+    store_line(to, tagged(pack.word[0], epoch));
+    store_line(to + kPacksPerGroup, tagged(pack.word[1], epoch));
   }
 }
 
@@ -71,7 +68,7 @@ JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, i
     ok = await(
         self,
         [&] {
-          header = load_line(lines(self, self.rank, cta, source, epoch));
+          header = load_line(lines(self, self.rank, cta, source, epoch) + self.capacity.header());
           return has_tag(header, epoch);
         },
         Step::one_shot, [&] { return source; }, epoch, cta);
@@ -96,18 +93,18 @@ JAX_RING_TEAM uint32_t unknown(uint32_t value) {
 template <int kCount>
 JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int cta, uint32_t epoch,
                            PeerPacks<kCount>* packs) {
-  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place;
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + line_of_pack(place);
   const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
   const auto exists = [&](int i) { return first + i < self.num_ranks() - 1; };
   const auto line = [&](int i, uint32_t stride) { return from_rank_0 + stride * place_of_peer(first + i, self.rank); };
   const auto is_ready = [&] {
     const uint32_t stride = unknown(lines_per_rank);
-    Line received[kCount][kLinesPerPack] = {};
+    Line received[kCount][2] = {};
     JAX_RING_UNROLL
     for (int i = 0; i < kCount; ++i) {
       if (!exists(i)) continue;
       received[i][0] = load_line(line(i, stride));
-      received[i][1] = load_line<1>(line(i, stride));
+      received[i][1] = load_line<kPacksPerGroup>(line(i, stride));
     }
     bool complete = true;
     JAX_RING_UNROLL
@@ -120,7 +117,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int 
   const auto missing = [&] {
     const auto has_arrived = [&](int i) {
       Line* from = line(i, lines_per_rank);
-      return has_tag(load_line(from), epoch) && has_tag(load_line<1>(from), epoch);
+      return has_tag(load_line(from), epoch) && has_tag(load_line<kPacksPerGroup>(from), epoch);
     };
     int i = 0;
     JAX_RING_NO_UNROLL
@@ -135,11 +132,11 @@ template <class Element>
 JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& program, int first, int part, uint32_t place,
                                  uint32_t packs_per_slot, int cta, uint32_t epoch, Pieces<Element>* terms) {
   constexpr int kCount = kTermsInFlight<Element>, kWords = kPieceWords<Element>;
-  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + 1 + kLinesPerPack * place + part;
+  Line* const from_rank_0 = lines(self, self.rank, cta, 0, epoch) + part * kPacksPerGroup;
   const uint32_t lines_per_rank = static_cast<uint32_t>(self.capacity.num_lines());
   const auto line = [&](int i, uint32_t per_rank) {
-    const uint32_t of_slot = static_cast<uint32_t>(kLinesPerPack) * packs_per_slot * program.slot(first + i);
-    return from_rank_0 + (per_rank * program.member(first + i) + of_slot);
+    const uint32_t in_round = packs_per_slot * program.slot(first + i) + place;
+    return from_rank_0 + (per_rank * program.member(first + i) + line_of_pack(in_round));
   };
   const auto is_ready = [&] {
     const uint32_t stride = unknown(lines_per_rank);
@@ -148,7 +145,7 @@ JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& progra
     for (int i = 0; i < kCount; ++i) {
       if (!program.exists(first + i)) continue;
       received[i][0] = load_line(line(i, stride));
-      if constexpr (kWords == 2) received[i][1] = load_line<1>(line(i, stride));
+      if constexpr (kWords == 2) received[i][1] = load_line<kPacksPerGroup>(line(i, stride));
     }
     bool complete = true;
     JAX_RING_UNROLL
@@ -168,7 +165,7 @@ JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& progra
       if (!program.exists(first + i)) continue;
       Line* from = line(i, lines_per_rank);
       bool has_arrived = has_tag(load_line(from), epoch);
-      if constexpr (kWords == 2) has_arrived = has_arrived && has_tag(load_line<1>(from), epoch);
+      if constexpr (kWords == 2) has_arrived = has_arrived && has_tag(load_line<kPacksPerGroup>(from), epoch);
       source = program.member(first + i);
       if (!has_arrived) break;
     }
@@ -177,15 +174,17 @@ JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& progra
   return await(self, is_ready, Step::one_shot, missing, epoch, cta);
 }
 
-// Folds the packs of all ranks into the output.
+// Sends this rank's packs and folds those of all ranks, one at a time: a thread has at most one in a round, if it is
+// one of a GPU's.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch, Op op, const RankTerms&) {
+JAX_RING_TEAM bool exchange(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                            uint32_t epoch, Op op, const RankTerms&) {
   bool ok = true;
   for_each_small_pack<1>(
       message, RangeWalk{range}, team,
       [](const auto& operand, uint64_t index, const Spot&) { return operand.load(index); },
       [&](const auto& operand, uint64_t index, const Spot& spot, Pack mine) {
+        if (ok) send<RankTerms::kFirstStep>(self, spot.place, mine, cta, epoch);
         const auto load = [&](int first) {
           PeerPacks<kPeersInFlight<Element>> packs{};
           if (ok) ok = receive(self, first, spot.place, cta, epoch, &packs);
@@ -196,15 +195,19 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
   return ok;
 }
 
-// Adds the packs of all terms of a tree.
+// The same along a tree, where a rank sends its packs to itself as well.
 template <class Element, class Op, class Team>
-JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
-                        uint32_t epoch, Op op, const TreeTerms& terms) {
+JAX_RING_TEAM bool exchange(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
+                            uint32_t epoch, Op op, const TreeTerms& terms) {
   const uint32_t packs_per_slot = static_cast<uint32_t>(range.size());
   bool ok = true;
   for_each_small_pack<1>(
       message, RangeWalk{range}, team, [](const auto&, uint64_t, const Spot&) { return 0; },
       [&](const auto& operand, uint64_t index, const Spot& spot, int) {
+        JAX_RING_NO_UNROLL
+        for (int slot = 0; ok && slot < terms.num_slots(); ++slot) {
+          send<TreeTerms::kFirstStep>(self, slot * packs_per_slot + spot.place, operand.load(index, slot), cta, epoch);
+        }
         const auto load = [&](int first, int part) {
           Pieces<Element> pieces{};
           if (ok) {
@@ -218,29 +221,26 @@ JAX_RING_TEAM bool fold(const Endpoint& self, const Message& message, PackRange 
   return ok;
 }
 
-// All-reduces the team's share of the message. Returns false if a wait failed; the rank's failure record names the
-// peer.
+// All-reduces the team's share of the message, and counts its rounds in *last_epoch. Returns false if a wait failed;
+// the rank's failure record names the peer.
 template <class Element, class Op, class Team, class Terms = RankTerms>
-JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, Op op,
-                              const Terms& terms = {}) {
+JAX_RING_TEAM bool all_reduce(const Endpoint& self, const Message& message, int cta, Team team, uint32_t* last_epoch,
+                              Op op, const Terms& terms = {}) {
   const PackRange share = share_of({0, message.num_packs}, cta, self.capacity.num_ctas);
-  // A team without work meets at no barrier after which all its threads would have read the epoch.
-  if (share.size() == 0) return true;
-  Progress& progress = self.progress[cta];
-  uint32_t epoch = progress.one_shot_epoch;
   const uint32_t round_packs = static_cast<uint32_t>(self.capacity.one_shot_packs / terms.num_slots());
+  uint32_t epoch = *last_epoch;
   bool ok = true;
   JAX_RING_NO_UNROLL
   for (PackRange rest = share; ok && rest.begin < rest.end; rest.begin += round_packs) {
     ++epoch;
     const PackRange range{rest.begin, smaller(rest.begin + round_packs, rest.end)};
-    send(self, message, range, cta, team, epoch, terms);
+    announce(self, message, range, cta, team, epoch, terms);
     ok = check_headers(self, message, cta, team, epoch);
-    ok = fold<Element>(self, message, range, cta, team, epoch, op, terms) && ok;
+    ok = exchange<Element>(self, message, range, cta, team, epoch, op, terms) && ok;
     // A thread without work in the next round must not announce it while another thread still reads this one.
     ok = team.all(ok);
   }
-  if (ok && team.thread() == 0) progress.one_shot_epoch = epoch;
+  if (ok) *last_epoch = epoch;
   return ok;
 }
 

@@ -24,12 +24,12 @@ jax_ring_mutant(device_model ring_finish_without_sync device/ring.h
 # One-shot: lines and their tags.
 jax_ring_mutant(device_model one_shot_without_all device/one_shot.h
   [==[    ok = team.all(ok);]==] [==[]==]
-  "one-shot, 3 ranks x 2" "(wrong result|deadlock|two threads)")
+  "one-shot, 3 ranks x 3" "(wrong result|deadlock|two threads)")
 jax_ring_mutant(device_model one_shot_one_set device/one_shot.h
   [==[static_cast<int>(epoch % 2)]==] [==[0]==]
   "one-shot, 2 ranks x 1" "(wrong result|deadlock)")
 jax_ring_mutant(device_model one_shot_without_sweep device/one_shot.h
-  [==[if (swept > kLinesPerPack * terms.num_slots() * range.size())]==] [==[if (false)]==]
+  [==[if (pack_of_line(swept) >= terms.num_slots() * range.size())]==] [==[if (false)]==]
   "one-shot after" "wrong result")
 jax_ring_mutant(device_model one_shot_half_a_tag device/one_shot.h
   [==[return line.word[0] >> 32 == tag && line.word[1] >> 32 == tag;]==] [==[return line.word[0] >> 32 == tag;]==]

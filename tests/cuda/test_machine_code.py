@@ -143,8 +143,8 @@ def test_every_post_has_one_fence():
 
 
 def test_the_end_of_a_call_costs_no_fence_of_the_system():
-    # A lane is freed for other kernels of the same GPU.
-    assert not failing(lambda kernel: kernel.count(r"MEMBAR\.ALL\.GPU") != 1)
+    # A lane is freed for other kernels of the same GPU. One-shot has no counters that these have to see.
+    assert not failing(lambda kernel: kernel.count(r"MEMBAR\.ALL\.GPU") != (kernel.algorithm != "one_shot"))
 
 
 def has_multimem(kernel):

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "cuda/kernels/call.h"
+#include "device/memory/capacity.h"
 
 namespace jax_ring::gpu {
-
-constexpr int kThreadsPerCta = 512;
 
 // A kernel of programs. It reads its call from constant memory.
 using Kernel = void (*)(Call call);

@@ -31,13 +31,18 @@ struct Failure {
 // How far each of a rank's teams is, over all calls so far. In device memory, because a CUDA graph replays without the
 // host. The counters wrap around.
 struct Progress {
-  uint32_t one_shot_epoch;
+  // kBusy, and in the lower half the last epoch of one-shot: a call takes its lane and learns its epoch in one access.
+  uint64_t turn;
   uint32_t round;     // steps of the two-shot algorithm
   uint32_t sent;      // items sent around the ring
   uint32_t received;  // items received around the ring
-  // Whether a call is running. Two at a time would read the same counters, send under the same tags, and take each
-  // other's data for their own.
-  uint32_t busy = 0;
+
+  // A call is running. Two at a time would read the same counters, send under the same tags, and take each other's data
+  // for their own.
+  static constexpr uint64_t kBusy = uint64_t{1} << 32;
+
+  JAX_RING_INLINE bool is_busy() const { return (turn & kBusy) != 0; }
+  JAX_RING_INLINE uint32_t one_shot_epoch() const { return static_cast<uint32_t>(turn); }
 };
 
 constexpr int kMaxRanks = 64;

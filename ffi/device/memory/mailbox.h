@@ -23,7 +23,13 @@ struct alignas(16) Line {
   uint64_t word[2];
 };
 
-constexpr uint64_t kLinesPerPack = 2;
+// A pack has two lines, kPacksPerGroup apart: a warp's stores of one of them are next to each other, and fill sectors.
+constexpr uint32_t kPacksPerGroup = 32;
+
+JAX_RING_INLINE uint32_t line_of_pack(uint32_t place) { return place + (place & ~(kPacksPerGroup - 1)); }
+JAX_RING_INLINE uint32_t pack_of_line(uint32_t line) {
+  return line / (2 * kPacksPerGroup) * kPacksPerGroup + line % kPacksPerGroup;
+}
 
 // The meaning of a flag. The first two exist once per peer, the others once, for the neighbor.
 enum class FlagKind : int {
@@ -71,8 +77,12 @@ struct Capacity {
     return (cta * per_cta + index) * kFlagBytes;
   }
 
-  // One-shot: the lines from `source`, header first. Two sets alternate.
-  JAX_RING_INLINE uint64_t num_lines() const { return 1 + kLinesPerPack * one_shot_packs; }
+  // One-shot: the lines from `source`: those of its packs, and the last one, the header. Sets start at multiples of 128
+  // bytes. Two alternate.
+  JAX_RING_INLINE uint64_t num_lines() const {
+    return 8 + 2 * ((one_shot_packs + kPacksPerGroup - 1) & ~uint64_t{kPacksPerGroup - 1});
+  }
+  JAX_RING_INLINE uint64_t header() const { return num_lines() - 1; }
   JAX_RING_INLINE size_t lines(int parity, int cta, int source) const {
     const size_t set = (static_cast<size_t>(parity) * num_ctas + cta) * num_ranks + source;
     return flags_bytes() + set * num_lines() * sizeof(Line);

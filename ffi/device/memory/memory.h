@@ -7,7 +7,7 @@
 #include <cuda/atomic>
 
 #include "collective/watch.h"
-#include "device/memory/mailbox.h"
+#include "device/memory/endpoint.h"
 
 namespace jax_ring {
 
@@ -19,12 +19,20 @@ using SystemAtomic = cuda::atomic_ref<T, cuda::thread_scope_system>;
 template <class T>
 using DeviceAtomic = cuda::atomic_ref<T, cuda::thread_scope_device>;
 
-// Acquires a resource for one call at a time. Returns false if another call holds it. The new holder sees all that the
-// previous one did with it.
-JAX_RING_TEAM bool try_take(uint32_t* busy) {
-  return DeviceAtomic<uint32_t>(*busy).exchange(1, cuda::memory_order_acquire) == 0;
+// Takes a lane for one call at a time, and returns Progress::turn as it was: busy if another call has the lane. The
+// next holder sees all that the previous one did, if both are `ordered`.
+JAX_RING_TEAM uint64_t take(uint64_t* turn, bool ordered) {
+  return DeviceAtomic<uint64_t>(*turn).fetch_or(Progress::kBusy,
+                                                ordered ? cuda::memory_order_acquire : cuda::memory_order_relaxed);
 }
-JAX_RING_TEAM void give_back(uint32_t* busy) { DeviceAtomic<uint32_t>(*busy).store(0, cuda::memory_order_release); }
+// The inverse, `ordered`, with the epoch that the lane has.
+JAX_RING_TEAM void give_back(uint64_t* turn) {
+  DeviceAtomic<uint64_t>(*turn).fetch_and(~Progress::kBusy, cuda::memory_order_release);
+}
+// The same without order, with this epoch.
+JAX_RING_TEAM void give_back(uint64_t* turn, uint32_t epoch) {
+  DeviceAtomic<uint64_t>(*turn).store(epoch, cuda::memory_order_relaxed);
+}
 
 // Sets a flag with release semantics. A rank that sees it also sees all earlier writes of this thread, and all writes
 // of its team that this thread had seen.

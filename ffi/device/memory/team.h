@@ -33,6 +33,13 @@ struct Cta {
   JAX_RING_TEAM void sync() const { __syncthreads(); }
   // As sync(); true on all threads if `mine` is true on all of them.
   JAX_RING_TEAM bool all(bool mine) const { return __syncthreads_and(mine) != 0; }
+  // A barrier that gives all threads the first one's value. Once per kernel: no barrier protects the next value.
+  JAX_RING_TEAM uint64_t of_first(uint64_t value) const {
+    __shared__ uint64_t first;
+    if (threadIdx.x == 0) first = value;
+    __syncthreads();
+    return first;
+  }
 };
 #else
 struct Solo {
@@ -40,6 +47,7 @@ struct Solo {
   int size() const { return 1; }
   void sync() const {}
   bool all(bool mine) const { return mine; }
+  uint64_t of_first(uint64_t value) const { return value; }
 };
 
 // Barrier of several host threads, like __syncthreads_and() for a CTA. It too waits without a deadline: a thread that
@@ -64,12 +72,22 @@ class HostBarrier {
     return verdict_[generation % 2];
   }
 
+  // The value of the thread with index 0, on all threads.
+  uint64_t of_first(int index, uint64_t value) {
+    if (index == 0) first_ = value;
+    all(true);
+    const uint64_t result = first_;
+    all(true);  // before the next value
+    return result;
+  }
+
  private:
   const int size_;
   std::atomic<int> arrived_{0};
   std::atomic<int> against_{0};
   std::atomic<uint32_t> generation_{0};
   bool verdict_[2] = {};
+  uint64_t first_ = 0;
 };
 
 // One thread of a host team. Without a barrier the team has no other.
@@ -81,6 +99,7 @@ struct HostTeam {
   int size() const { return barrier == nullptr ? 1 : barrier->size(); }
   void sync() const { all(true); }
   bool all(bool mine) const { return barrier == nullptr ? mine : barrier->all(mine); }
+  uint64_t of_first(uint64_t value) const { return barrier == nullptr ? value : barrier->of_first(index, value); }
 };
 #endif
 

@@ -33,6 +33,12 @@ class AtomicAt {
   T fetch_sub(T value, Order order = std::memory_order_seq_cst) const {
     return change(order, [value](T old) { return static_cast<T>(old - value); });
   }
+  T fetch_or(T value, Order order = std::memory_order_seq_cst) const {
+    return change(order, [value](T old) { return static_cast<T>(old | value); });
+  }
+  T fetch_and(T value, Order order = std::memory_order_seq_cst) const {
+    return change(order, [value](T old) { return static_cast<T>(old & value); });
+  }
   bool compare_exchange_strong(T& expected, T value, Order order = std::memory_order_seq_cst) const {
     const T old = from_bits(model::modify(
         at_, sizeof(T),

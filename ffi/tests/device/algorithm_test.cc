@@ -124,7 +124,7 @@ TEST_P(AllReduce, CountersWrapAround) {
   check(peers, std::move(calls));
   if (num_ranks() == 1 && variant().algorithm == Algorithm::ring) return;  // sends nothing
   const Progress& progress = peers.progress(0, 0);
-  const uint32_t counter = variant().algorithm == Algorithm::one_shot   ? progress.one_shot_epoch
+  const uint32_t counter = variant().algorithm == Algorithm::one_shot   ? progress.one_shot_epoch()
                            : variant().algorithm == Algorithm::two_shot ? progress.round
                                                                         : progress.sent;
   EXPECT_LT(counter, 1u << 20) << "the counter has not wrapped around";

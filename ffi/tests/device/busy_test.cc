@@ -16,8 +16,9 @@ bool is_poisoned(OffsetBuffer& buffer) {
 }
 
 // Gives up after a second, so that a test fails and does not hang.
-void wait_until_set(uint32_t& word) {
-  const DeviceAtomic<uint32_t> value(word);
+template <class Word>
+void wait_until_set(Word& word) {
+  const DeviceAtomic<Word> value(word);
   for (int i = 0; i < 1000 && value.load() == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
@@ -39,7 +40,7 @@ INSTANTIATE_TEST_SUITE_P(, Busy, ::testing::Values(Algorithm::one_shot, Algorith
 TEST_P(Busy, ACallIntoABusyLaneFails) {
   Peers peers(capacity(2));
   Progress& running = peers.endpoint(0).progress[1];
-  running.busy = 1;  // the other call's second team is still running
+  running.turn = Progress::kBusy;  // the other call's second team is still running
   std::vector<PeerCall> calls = {call(1)};
   peers.run(calls, {0}, 0.2);
   const Failure& failure = peers.failure(0);
@@ -50,13 +51,13 @@ TEST_P(Busy, ACallIntoABusyLaneFails) {
   EXPECT_EQ(failure.rank, 0);
   EXPECT_EQ(failure.call, 7u);
   EXPECT_TRUE(is_poisoned(calls[0].outputs[0][0]));
-  EXPECT_EQ(running.busy, 1u) << "the lane belongs to the other call";
-  EXPECT_EQ(running.one_shot_epoch + running.round + running.sent, 0u);
+  EXPECT_TRUE(running.is_busy()) << "the lane belongs to the other call";
+  EXPECT_EQ(running.one_shot_epoch() + running.round + running.sent, 0u);
 }
 
 TEST_P(Busy, TheFailureSaysWhy) {
   Peers peers(capacity(1));
-  peers.endpoint(0).progress[0].busy = 1;
+  peers.endpoint(0).progress[0].turn = Progress::kBusy;
   const Bytes before = peers.mailbox(1);
   std::vector<PeerCall> calls = {call(1)};
   peers.run(calls, {0}, 5);  // without a wait
@@ -70,12 +71,12 @@ TEST_P(Busy, ACallThatEndsFreesItsLane) {
   std::vector<PeerCall> calls = {call(1), call(2)};
   peers.run(calls);
   for (int rank : {0, 1}) {
-    for (int cta : {0, 1}) EXPECT_EQ(peers.progress(rank, cta).busy, 0u);
+    for (int cta : {0, 1}) EXPECT_FALSE(peers.progress(rank, cta).is_busy());
   }
   std::vector<PeerCall> alone = {call(3)};
   peers.run(alone, {0}, 0.1);
   EXPECT_EQ(peers.failure(0).kind, static_cast<uint32_t>(FailureKind::timeout));
-  for (int cta : {0, 1}) EXPECT_EQ(peers.progress(0, cta).busy, 0u) << "a call that failed has ended as well";
+  for (int cta : {0, 1}) EXPECT_FALSE(peers.progress(0, cta).is_busy()) << "a call that failed has ended as well";
 }
 
 // Equal calls with equal tags. Without the flag, rank 1 gets the second call's data for the first one.
@@ -84,7 +85,7 @@ TEST_P(Busy, TheSecondCallDoesNotTouchTheFirst) {
   std::vector<PeerCall> one = {call(1)}, other = {call(2)};
   const auto expected = one[0].expected();
   std::thread first([&] { peers.run(one, {0}, 5); });
-  wait_until_set(peers.endpoint(0).progress[0].busy);
+  wait_until_set(peers.endpoint(0).progress[0].turn);
   std::thread second([&] { peers.run(other, {0}, 5); });
   wait_until_set(peers.endpoint(0).failure->kind);
   peers.run(one, {1}, 0.2);

@@ -29,6 +29,10 @@ struct Cta {
     standin::jitter();
     return standin::team_of_thread.all(mine);
   }
+  uint64_t of_first(uint64_t value) const {
+    standin::jitter();
+    return standin::team_of_thread.of_first(value);
+  }
 };
 
 }  // namespace jax_ring
