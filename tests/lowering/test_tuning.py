@@ -47,15 +47,15 @@ def test_choice_by_size():
 def test_rank_counts_that_are_not_in_the_file(monkeypatch):
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": {4: Thresholds(4, 4), 8: Thresholds(8, 8)}})
     assert [tuning.thresholds("cuda", p).one_shot for p in (2, 4, 7, 8, 64)] == [4, 4, 4, 8, 8]
-    # The built-in threshold is 256 KiB sent per rank, for any number of ranks.
-    assert [tuning.thresholds("cpu", p).one_shot for p in (2, 3, 8)] == [262144, 131072, 37449]
+    # The built-in threshold is 768 KiB sent per rank, for any number of ranks.
+    assert [tuning.thresholds("cpu", p).one_shot for p in (2, 3, 8)] == [786432, 393216, 112347]
     assert tuning.thresholds("cpu", 8).two_shot == NO_LIMIT
 
 
 @pytest.mark.usefixtures("gpus")
 def test_thresholds_are_attributes(monkeypatch):
     text = lowered()
-    assert "one_shot_bytes = dense<37449>" in text
+    assert "one_shot_bytes = dense<112347>" in text
     assert f"two_shot_bytes = dense<{NO_LIMIT}>" in text
     monkeypatch.setattr(tuning, "ACTIVE", {"cuda": TABLE})
     mesh = make_mesh((4, 2), ("j", "i"))

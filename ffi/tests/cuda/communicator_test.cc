@@ -198,9 +198,10 @@ TEST(Plan, AlongATree) {
   EXPECT_EQ(launch(6, Collective::reduce_scatter, 64).call.message.operands[0].bytes, 16u) << "of one block";
   EXPECT_EQ(launch(2, Collective::all_reduce, 64).call.message.operands[0].bytes, 64u);
   // By the bytes that each rank sends for all slots.
-  EXPECT_EQ(launch(2, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
-  EXPECT_EQ(launch(6, Collective::all_reduce, 256 << 10).kernel.algorithm, Algorithm::one_shot);
-  EXPECT_EQ(launch(6, Collective::all_reduce, (256 << 10) + 32).kernel.algorithm, Algorithm::two_shot);
+  const uint64_t largest = default_thresholds(2).one_shot;
+  EXPECT_EQ(launch(2, Collective::all_reduce, largest).kernel.algorithm, Algorithm::one_shot);
+  EXPECT_EQ(launch(6, Collective::all_reduce, largest).kernel.algorithm, Algorithm::one_shot);
+  EXPECT_EQ(launch(6, Collective::all_reduce, largest + 32).kernel.algorithm, Algorithm::two_shot);
   // Ranks that add along different trees make different calls.
   const auto fingerprint = [&](int num_shards) {
     return launch(num_shards, Collective::reduce_scatter, 64).call.message.fingerprint;
@@ -233,8 +234,8 @@ TEST(Plan, SelectsASupportedAlgorithm) {
   };
   const Plan all_reduce, ring_order{Collective::all_reduce, Order::ring}, gather{Collective::all_gather};
   // By the bytes that each rank would send to its peers.
-  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, 128 << 10).algorithm, Algorithm::one_shot);
-  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, (128 << 10) + 4).algorithm, Algorithm::two_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, thresholds.one_shot).algorithm, Algorithm::one_shot);
+  EXPECT_EQ(chosen({"", all_reduce, Op::sum, {}}, thresholds.one_shot + 4).algorithm, Algorithm::two_shot);
   EXPECT_EQ(chosen({"", ring_order, Op::sum, {}}, 4).algorithm, Algorithm::ring);
   EXPECT_EQ(chosen({"", gather, Op::sum, Algorithm::one_shot}, 4).algorithm, Algorithm::two_shot);
   EXPECT_EQ(chosen({"", all_reduce, Op::max, Algorithm::ring}, 4).algorithm, Algorithm::two_shot);
