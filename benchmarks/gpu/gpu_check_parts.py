@@ -249,8 +249,12 @@ PARTS = {
     "memcheck": Part(sanitizer("memcheck"), 120),
     "processes": Part(part_of_tests("test_processes.py"), 150),
     "through_jax": Part(
-        part_of_tests("test_jax.py", "not recorded and not connects", select_dry="not recorded", jax_on_gpu=True), 200
+        part_of_tests(
+            "test_jax.py", "not recorded and not connects and not ordinary", select_dry="not recorded", jax_on_gpu=True
+        ),
+        150,
     ),
+    "ordinary": Part(part_of_tests("test_jax.py", "ordinary", not_dry="through_jax runs it", jax_on_gpu=True), 90),
     "recorded": Part(
         part_of_tests("test_jax.py", "recorded", not_dry="CPU devices have no graphs", jax_on_gpu=True), 90
     ),

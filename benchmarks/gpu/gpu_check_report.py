@@ -36,6 +36,10 @@ MEANING = {
         "The engine works without JAX, so it is the handler, the rendezvous of the ranks, or what is lowered. Run "
         "tests/gpu/jax_rank.py by hand with TF_CPP_MIN_LOG_LEVEL=0."
     ),
+    "ordinary": (
+        "Calls in shard_map work, so it is what becomes of the partitioner's collectives: jax_ring/lowering/hlo. The "
+        "test names the program."
+    ),
     "recorded": (
         "It works when JAX launches each call, so it is XLA's command buffers. The test says whether nothing was "
         "recorded, or the values of a recorded call are wrong."
@@ -47,7 +51,7 @@ MEANING = {
     ),
     "initcheck": "A read of memory that nothing wrote. The log names the kernel; mailboxes are cleared when allocated.",
 }
-TESTS = ("boundaries", "tree", "streams", "graphs", "processes", "through_jax", "recorded", "beside")
+TESTS = ("boundaries", "tree", "streams", "graphs", "processes", "through_jax", "ordinary", "recorded", "beside")
 
 
 def has_failed(result: dict) -> bool:
