@@ -57,16 +57,17 @@ class Job:
         script=("--pause", "0.3"),
     ) -> None:  # fmt: skip
         self.trial, self.network, self.processes, self.steps = trial, network, processes, steps
-        self.every = NUM_HOSTS * processes
+        self.every = network.count * processes
         self._options, self._script = options, script
         self.launchers: dict[int, subprocess.Popen] = {}
         self.outputs: list[pathlib.Path] = []
         self.output_of: dict[int, pathlib.Path] = {}
 
     def start(self, host: int) -> None:
-        coordinators = ",".join(f"{self.network.address(i)}:{PORT}" for i in range(NUM_HOSTS))
+        count = self.network.count
+        coordinators = ",".join(f"{self.network.address(i)}:{PORT}" for i in range(count))
         command = [
-            sys.executable, "-P", "-m", "jax_ring.launch", "-n", str(self.processes), "--nnodes", f"2:{NUM_HOSTS}",
+            sys.executable, "-P", "-m", "jax_ring.launch", "-n", str(self.processes), "--nnodes", f"2:{count}",
             "--coordinator", coordinators, "--heartbeat-timeout", str(HEARTBEAT), "--devices", "1", *self._options,
             str(TRAINING), str(self.steps), "{}", "--keep", "host", "--wait-for", str(self.every), *self._script,
         ]  # fmt: skip
@@ -135,7 +136,7 @@ def descendants(pid: int) -> list[int]:
 def running(job: Job) -> Iterator[None]:
     """The job on all hosts, from the first step on. Leaving the block kills it."""
     try:
-        for host in range(NUM_HOSTS):
+        for host in range(job.network.count):
             job.start(host)
         job.await_entries(job.every, job.every)
         job.await_steps(job.every)
@@ -147,8 +148,8 @@ def running(job: Job) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _job(trial: Trial, rate: str | None = None) -> Iterator[Job]:
-    with hosts.Hosts(NUM_HOSTS, rate=rate) as network, running(job := Job(trial, network)):
+def _job(trial: Trial, rate: str | None = None, count: int = NUM_HOSTS) -> Iterator[Job]:
+    with hosts.Hosts(count, rate=rate) as network, running(job := Job(trial, network)):
         yield job
 
 
@@ -202,6 +203,27 @@ def slow(trial: Trial) -> Outcome:
     return Outcome("goes on with all, right bits", 1)
 
 
+def split(trial: Trial) -> Outcome:
+    """The network of four hosts splits in halves. The one with the first host goes on alone, then all do."""
+    with _job(trial, count=4) as job:
+        time.sleep(trial.random.exponential(0.5))
+        (address,) = set(re.findall(r"generation 0: hosts 0 \(([\d.]+):", job.text()))
+        first = next(host for host in range(4) if job.network.address(host) == address)
+        began = time.monotonic()
+        job.network.split(trial.random.permutation([host for host in range(4) if host != first])[:2])
+        job.await_entries(2, 2)
+        seconds = time.monotonic() - began
+        time.sleep(HEARTBEAT)
+        job.network.join()
+        job.await_entries(job.every, 2 * job.every)
+        half = re.compile(r"enters at \d+ of 2 ")
+        went_on = {host for host, output in job.output_of.items() if half.search(output.read_text())}
+        assert first in went_on, job.text()
+        assert len(went_on) == 2, job.text()
+        job.finish()
+    return Outcome("one half goes on, then all, right bits", 1, 0, (seconds,))
+
+
 def where_hosts_work(scenario):
     @functools.wraps(scenario)
     def guarded(trial: Trial) -> Outcome:
@@ -210,4 +232,4 @@ def where_hosts_work(scenario):
     return guarded
 
 
-SCENARIOS = tuple(map(where_hosts_work, (killed, stopped, cut_off, slow)))
+SCENARIOS = tuple(map(where_hosts_work, (killed, stopped, cut_off, slow, split)))

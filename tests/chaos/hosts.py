@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, joined by a bridge; their cables can be pulled. Needs root.
+"""Hosts that are network namespaces of this machine, joined by a bridge, whose cables can be pulled. Needs root.
 
 with Hosts(2, rate="1gbit") as hosts:
     process = subprocess.Popen(hosts.command(0, [sys.executable, "train.py"]))
@@ -87,6 +87,16 @@ class Hosts:
         """The inverse of `pull_cable`."""
         _in(self._network, "ip", "link", "set", self._cable(host), "up")
 
+    def split(self, hosts: Sequence[int]) -> None:
+        """Moves hosts to a network of their own: they reach each other, but none of the rest."""
+        for host in hosts:
+            _in(self._network, "ip", "link", "set", self._cable(host), "master", "bridge2")
+
+    def join(self) -> None:
+        """The inverse of `split`."""
+        for host in range(self.count):
+            _in(self._network, "ip", "link", "set", self._cable(host), "master", "bridge")
+
     def limit(self, host: int, rate: str | None) -> None:
         """Sets the bandwidth of a cable, in the direction from the host; None for that of the machine."""
         if rate is None:
@@ -98,8 +108,9 @@ class Hosts:
     def _create(self) -> None:
         addresses = "".join(f"{self.address(i)} {self.name(i)}\n" for i in range(self.count))
         _run("ip", "netns", "add", self._network)
-        _in(self._network, "ip", "link", "add", "bridge", "type", "bridge")
-        _in(self._network, "ip", "link", "set", "bridge", "up")
+        for bridge in ("bridge", "bridge2"):
+            _in(self._network, "ip", "link", "add", bridge, "type", "bridge")
+            _in(self._network, "ip", "link", "set", bridge, "up")
         for host, namespace in enumerate(self._namespaces):
             pathlib.Path(self._file(host)).write_text(f"127.0.0.1 localhost\n{addresses}")
             _run("ip", "netns", "add", namespace)
