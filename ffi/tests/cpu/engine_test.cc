@@ -424,6 +424,8 @@ class FloatMode {
 TEST(AllReduce, ResultDoesNotDependOnTheThreadsFloatMode) {
   for (DType dtype : all_dtypes()) {
     for (size_t bytes : {size_t{1000}, kLargeBytes}) {
+      // Threads that share a fold are the same for all types.
+      if (kSlowdown > 1 && bytes == kLargeBytes && dtype != DType::f32 && dtype != DType::bf16) continue;
       SCOPED_TRACE(::testing::Message() << name_of(dtype) << ", " << bytes << " bytes");
       // Random numbers test rounding; then subnormals only: 1 + 2 times the smallest.
       const Problem random(dtype, {count_for(dtype, 3, bytes)}, 3);
