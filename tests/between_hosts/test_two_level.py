@@ -61,13 +61,15 @@ def local_shards(out) -> np.ndarray:
 
 def assert_local_shards(out, expected) -> None:
     """Asserts that every device of this process holds `expected`, bit for bit."""
+    same = expected.dtype, expected.shape, expected.tobytes()
     for part in local_shards(out):
-        assert_same_bits(part, expected)
+        if (part.dtype, part.shape, part.tobytes()) != same:  # much faster, for large arrays
+            assert_same_bits(part, expected)
 
 
 def integers(*shape, dtype=np.float32):
     """Small integers, whose sums are exact in any order."""
-    return RNG.integers(-5, 6, shape).astype(dtype)
+    return RNG.integers(-5, 6, shape, dtype=np.int8).astype(dtype)
 
 
 def same_as_lax():
@@ -323,9 +325,10 @@ def large_sums_beside_each_other():
     mesh = Mesh(by_host().reshape(8), ("i",))
     values = [integers(8, 3 * all_reduce.PART_BYTES // 4 + i) for i in range(3)]
     fun, arrays = on_mesh(lambda tree: [ring_psum(x, "i") for x in tree] + ring_psum(tree, "i"), mesh, values)
+    sums = [x.sum(0)[None] for x in values]
     for _ in range(3):
-        for out, x in zip(fun(arrays), values * 2, strict=True):
-            assert_local_shards(out, x.sum(0)[None])
+        for out, expected in zip(fun(arrays), sums * 2, strict=True):
+            assert_local_shards(out, expected)
 
 
 def under_override_lax():
@@ -394,19 +397,21 @@ def large_psum_scatters():
     """Blocks of 32 MiB, for which Gloo's reduce-scatter of older jaxlibs returns wrong sums."""
     mesh = Mesh(by_host().T, ("i", "host"))
     block = 8 << 20
-
-    def num_wrong(psum_scatter, repetition):
-        rank = lax.axis_index("host")
-        x = jnp.arange(2 * block, dtype=jnp.int32) * (rank + 1) + repetition
-        expected = 3 * (rank * block + jnp.arange(block, dtype=jnp.int32)) + 2 * repetition
-        return jnp.sum(psum_scatter(x, "host", tiled=True) != expected)[None]
+    every = np.arange(2 * block, dtype=np.int32)  # in NumPy, because XLA's code is not optimized in tests
 
     def check(psum_scatter, repetition):
-        body = lambda repetition: num_wrong(psum_scatter, repetition)  # noqa: E731
-        fun = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False))
-        has_reduce_scatter = "reduce-scatter(" in fun.lower(repetition).compile().as_text()
+        of_hosts = [every * (host + 1) + repetition for host in range(2)]
+        sharding = jax.NamedSharding(mesh, P("host"))
+        x = jax.make_array_from_callback((4 * block,), sharding, lambda index: of_hosts[(index[0].start or 0) > 0])
+        scatter = lambda x: psum_scatter(x, "host", tiled=True)  # noqa: E731
+        fun = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P("host"), out_specs=P("host"), check_vma=False))
+        has_reduce_scatter = "reduce-scatter(" in fun.lower(x).compile().as_text()
         assert has_reduce_scatter != _compat.WRONG_REDUCE_SCATTER_ON_CPU
-        assert_local_shards(fun(repetition), np.zeros(1, np.int32))
+        total = 3 * every + 2 * repetition
+        shards = fun(x).addressable_shards
+        assert len(shards) == 4
+        for shard in shards:
+            np.testing.assert_array_equal(np.asarray(shard.data) != total[shard.index], False)
 
     check(ring_psum_scatter, 1)
     with override_lax():

@@ -1,5 +1,6 @@
 """Sums along the tree between processes and hosts: the same bits as in one process, and as NumPy's."""
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,7 @@ CASES = [*SMALL_CASES, ("float32", 300_008)]
 PAIRS = [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
+@functools.cache
 def values(count: int, dtype: str) -> np.ndarray:
     """By shard. Their sum depends on the order of adding."""
     random = np.random.default_rng(count)

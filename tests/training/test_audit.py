@@ -43,6 +43,7 @@ def loss(params, x, masks):
     return (jnp.tanh(x @ params["w"]) @ damaged(params["v"], masks[0]) ** 2).mean()
 
 
+@functools.cache  # compiled once for all tests that call it
 def audited_step(*, ranks=RANKS, check_vma=True, fun=loss, audit=1, **options):
     """(params, x, masks of the ranks, number of the step) -> value and gradients."""
 
