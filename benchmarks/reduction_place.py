@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-WIDTH, LAYERS, ROWS = 512, 8, 32
+WIDTH, ROWS = 512, 32
 VARIANTS = {
     "one call": {"bucket_bytes": 1 << 40, "first_bucket_bytes": 1 << 40},
     "buckets": {"bucket_bytes": 1 << 20},
@@ -53,10 +53,10 @@ def make_step(mesh, loss, variant: str, impl: str):
     return jax.jit(mapped, donate_argnums=0)
 
 
-def measure(mesh, model: str, steps: int) -> dict[tuple[str, str], list[float]]:
+def measure(mesh, model: str, steps: int, layers: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of each step, by implementation and variant."""
     rng = np.random.default_rng(0)
-    weights = (rng.standard_normal((LAYERS, WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
+    weights = (rng.standard_normal((layers, WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
     loss, params = (scanned, weights) if model == "scanned" else (unrolled, list(weights))
     x = rng.standard_normal((ROWS * mesh.size, WIDTH)).astype(np.float32)
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each variant (default: 40)")
+    parser.add_argument("--layers", type=int, default=8, help="of 1 MiB of parameters each (default: 8)")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
@@ -92,7 +93,7 @@ def main() -> None:
     print(f"# {'layers':>8} {'impl':>5} {'gradients summed':>17} {'ms per step':>12} {'(p10-p90)':>17}")
     rows = []
     for model in ("unrolled", "scanned"):
-        for (impl, variant), values in measure(mesh, model, arguments.steps).items():
+        for (impl, variant), values in measure(mesh, model, arguments.steps, arguments.layers).items():
             p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
             rows.append({"model": model, "impl": impl, "variant": variant, "ranks": mesh.size})
             rows[-1] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}

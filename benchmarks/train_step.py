@@ -44,7 +44,7 @@ def make_step(mesh, loss, psum, fused: bool):
     return jax.jit(mapped, donate_argnums=0)
 
 
-def variants_of(mesh, model: str, dtype: str):
+def variants_of(mesh, model: str, dtype: str, layers: int):
     """The compiled steps by variant, the initial state, and the batch of one device."""
     from workloads.models import MODELS
 
@@ -60,7 +60,7 @@ def variants_of(mesh, model: str, dtype: str):
             for label, (synced, context) in made.items()
         }
     else:
-        state, loss, batch = MODELS[model](dtype)
+        state, loss, batch = MODELS[model](dtype, layers=layers)
         steps = {
             f"{SUMS[name]}, {'fused' if fused else 'per leaf'}": make_step(mesh, loss, psum, fused)
             for name, psum in (("ring", ring_psum), ("lax", lax.psum))
@@ -80,9 +80,9 @@ def on_devices(mesh, state):
     return jax.tree.map(lambda x: jax.device_put(np.array(x), NamedSharding(mesh, P())), state)
 
 
-def measure(mesh, model: str, dtype: str, steps: int) -> dict[str, list[float]]:
+def measure(mesh, model: str, dtype: str, steps: int, layers: int) -> dict[str, list[float]]:
     """Milliseconds of each step, by variant."""
-    compiled, initial, batch = variants_of(mesh, model, dtype)
+    compiled, initial, batch = variants_of(mesh, model, dtype, layers)
     states = {label: on_devices(mesh, initial) for label in compiled}
     times = {label: [] for label in compiled}
     labels, warmup = list(compiled), 3
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each variant (default: 40)")
     parser.add_argument("--models", default=",".join(choices), help=f"of {', '.join(choices)} (default: all)")
+    parser.add_argument("--layers", type=int, default=4, help="of mlp and of gpt (default: 4)")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -149,7 +150,7 @@ def main() -> None:
     rows = []
     for model in models:
         for dtype in arguments.dtypes.split(","):
-            times = measure(mesh, model, dtype, arguments.steps)
+            times = measure(mesh, model, dtype, arguments.steps, arguments.layers)
             for label in times:
                 rows.append({"model": model, "dtype": dtype, "variant": label, "ranks": mesh.size})
                 rows[-1] |= row_of(label, times)

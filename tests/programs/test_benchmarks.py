@@ -32,7 +32,7 @@ def test_allreduce(tmp_path):
     files = tmp_path / "rows.json", tmp_path / "rows.csv"
     text = run(
         *("allreduce.py", "-b", "4", "-e", "4K", "-f", "32", "-n", "2", "-w", "1", "--devices", "3"),
-        *("-d", "float32,bfloat16,int64", "--loop-seconds", "0.01", "--json", str(files[0]), "--csv", str(files[1])),
+        *("-d", "float32,bfloat16,int64", "--loop-seconds", "0.001", "--json", str(files[0]), "--csv", str(files[1])),
         *("--impl", "ring_psum,lax.psum,ppermute"),
     )
     assert "# Out of bounds values: 0 OK" in text
@@ -170,7 +170,7 @@ def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     text = run(
         *("train_step.py", "--devices", "2", "--steps", "2", "--json", str(file)),
-        *("--models", "mlp,gpt,bn-8x64", "--dtypes", "bfloat16"),
+        *("--models", "mlp,gpt,bn-8x64", "--layers", "1", "--dtypes", "bfloat16"),
     )
     rows = json.loads(file.read_text())["rows"]
     has_flax = importlib.util.find_spec("flax") is not None
@@ -375,6 +375,6 @@ def test_lowering_time():
 
 def test_reduction_place(tmp_path):
     file = tmp_path / "rows.json"
-    run("reduction_place.py", "--devices", "2", "--steps", "2", "--json", str(file))
+    run("reduction_place.py", "--devices", "2", "--steps", "2", "--layers", "3", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 2 * 2 * 3
