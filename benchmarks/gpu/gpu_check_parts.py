@@ -234,13 +234,15 @@ def _cuda_tool(name: str) -> str | None:
 
 
 # In the order in which failures tell most: the kernels alone, then queues and graphs, then memory, then processes, and
-# only then JAX. Without a GPU all modes are the same, so a dry run tries streams and graphs with 3 ranks only, and runs
-# the tests of a file at once.
+# only then JAX. Without a GPU all modes are the same and the native tests run the code with more ranks, so a dry run
+# tries all modes with 3 ranks only, and runs the tests of a file at once.
 PARTS = {
     "machine": Part(machine, 40),
     "first_calls": Part(first_calls, 60),
     "boundaries": Part(
-        part_of_tests("test_modes.py", "not streams and not graphs", select_dry="(not streams and not graphs) or 3-"),
+        part_of_tests(
+            "test_modes.py", "not streams and not graphs", select_dry="3- or not (together or streams or graphs)"
+        ),
         120,
     ),
     "tree": Part(part_of_tests("test_tree_order.py", select_dry="together or scattered"), 60),
