@@ -19,9 +19,15 @@ class Follower(Led):
     """
 
     def __init__(
-        self, link: Link, address: str, own_id: str, leader_id: str, register: Register, evidence: Evidence,
+        self,
+        link: Link,
+        address: str,
+        own_id: str,
+        leader_id: str,
+        register: Register,
+        evidence: Evidence,
         queue: asyncio.Queue[events.Event],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(queue)
         self._link, self._leader, self._register = link, leader_id, register
         self._own_id, self._evidence = own_id, evidence

@@ -22,9 +22,12 @@ class Leaving:
         self._is_change_pending = False
 
     def asked(
-        self, process: Process, message: dict[str, Any], answer: Callable[[dict[str, Any]], None],
+        self,
+        process: Process,
+        message: dict[str, Any],
+        answer: Callable[[dict[str, Any]], None],
         running: Sequence[Process],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Answers `enlist`; `next_generation` has no answer, because no process lives to see it."""
         try:
             if message["do"] == "enlist":

@@ -83,9 +83,12 @@ def is_collective(opcode: str) -> bool:
 
 
 def read(
-    instruction: Message, shape_of: Callable[[int], Message], reduction_of: Callable[[int], str], num_partitions: int,
+    instruction: Message,
+    shape_of: Callable[[int], Message],
+    reduction_of: Callable[[int], str],
+    num_partitions: int,
     has_layouts: bool,
-) -> Collective:  # fmt: skip
+) -> Collective:
     """Reads a collective.
 
     Args:

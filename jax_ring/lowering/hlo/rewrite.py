@@ -136,9 +136,15 @@ class Computation:
         self._write_results(instruction, call, made, results)
 
     def _call(
-        self, instruction: Message, call: Collective, config: str, operands: tuple[Sequence[Shape], Sequence[int]],
-        shape: Message, aliased: Sequence[tuple[int, int]] = (), instead: bool = False,
-    ) -> int:  # fmt: skip
+        self,
+        instruction: Message,
+        call: Collective,
+        config: str,
+        operands: tuple[Sequence[Shape], Sequence[int]],
+        shape: Message,
+        aliased: Sequence[tuple[int, int]] = (),
+        instead: bool = False,
+    ) -> int:
         """Writes the engine's call with a result of this shape; returns its id.
 
         Args:
@@ -261,9 +267,14 @@ class Computation:
     # ---- Instructions -----------------------------------------------------------------------------------------------
 
     def _put(
-        self, opcode: str, shape: Message, operands: Sequence[int], instruction: Message,
-        fields: Sequence[wire.Field] = (), instead: bool = False,
-    ) -> int:  # fmt: skip
+        self,
+        opcode: str,
+        shape: Message,
+        operands: Sequence[int],
+        instruction: Message,
+        fields: Sequence[wire.Field] = (),
+        instead: bool = False,
+    ) -> int:
         """Writes an instruction for a replaced one, or in its place; returns its id."""
         if not instead:
             return self._add(opcode, Shape(shape), operands, instruction, fields)
