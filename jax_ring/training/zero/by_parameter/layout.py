@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import axes_of, check_named, num_ranks
+from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
@@ -22,7 +23,7 @@ from jax_ring.training.zero.by_parameter.norm import norm_over_ranks
 from jax_ring.training.zero.by_parameter.plan import Blocks
 from jax_ring.training.zero.by_parameter.shards import ParameterShards, check_shards
 from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, plan_state, varying_type
-from jax_ring.training.zero.by_parameter.traced_update import trace_update
+from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate, trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided
@@ -40,22 +41,54 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
     of its own updates, in a branch of `lax.switch`. Gradients are packed by dtype and owner, padded to the fullest rank
     and summed with `ring_psum_scatter`; updates are gathered likewise.
     """
-    axis_name = reduction.axis_name
-    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
-    separated = fence if reduction.is_tree else lambda tree: tree
-    divided = stage == 3
+    layout = _Layout(tx, stage, reduction)
+    optimizer = ShardedOptimizer(
+        layout.init, layout.update, layout.specs, layout.repartition, layout.unsharded, layout.shares
+    )
+    if not layout.divided:
+        return optimizer
+    return optimizer._replace(shard=layout.shard, gather=layout.gather, param_specs=layout.param_specs)
 
-    @functools.cache
-    def plan_for(shapes: Shapes, num_ranks: int) -> Plan:
-        with order_given(reduction.order):
-            return plan_state(tx, shapes, num_ranks, axis_name, BLOCK if reduction.is_tree else 1, divided)
 
-    def checked(shards):
-        """The argument, and the rank's vectors. Raises ValueError unless it is divided as here."""
-        check_named("sharded_optimizer", axes_of(axis_name))
+@dataclass(frozen=True)
+class _Layout:
+    """The functions of a `ShardedOptimizer`, and what they have in common.
+
+    Attributes:
+      plans: by the parameters' shapes and the number of ranks.
+    """
+
+    tx: optax.GradientTransformation
+    stage: Stage
+    reduction: Reduction
+    plans: dict[tuple[Shapes, int], Plan] = field(default_factory=dict)
+
+    @property
+    def axis_name(self) -> AxisName:
+        return self.reduction.axis_name
+
+    @property
+    def divided(self) -> bool:
+        """Whether a rank has only the parameters that it owns."""
+        return self.stage == 3
+
+    def plan(self, shapes: Shapes, num_ranks: int) -> Plan:
+        if (key := (shapes, num_ranks)) not in self.plans:
+            block = BLOCK if self.reduction.is_tree else 1
+            with order_given(self.reduction.order):
+                self.plans[key] = plan_state(self.tx, shapes, num_ranks, self.axis_name, block, self.divided)
+        return self.plans[key]
+
+    def separated(self, tree: Any) -> Any:
+        """The same values, in programs of their own if their bits must not depend on the number of ranks."""
+        return fence(tree) if self.reduction.is_tree else tree
+
+    def checked(self, shards: Any) -> dict[str, Any]:
+        """The rank's vectors. Raises ValueError unless they are divided as here."""
+        check_named("sharded_optimizer", axes_of(self.axis_name))
         check_shards(shards)
-        division = plan_for(shards.division.shapes, reduction.num_ranks).division
-        sizes = division.blocks(reduction.num_ranks).sizes
+        division: Any = self.plan(shards.division.shapes, self.reduction.num_ranks).division
+        sizes = division.blocks(self.reduction.num_ranks).sizes
         expected, found = {name: (1, size) for name, size in sizes.items()}, jax.tree.map(jnp.shape, shards.own)
         if shards.division != division or found != expected:
             raise ValueError(
@@ -63,29 +96,26 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
                 "another number of ranks have to pass through `repartition` first; those of another optimizer or order "
                 "have to be made again, by optimizer.shard(shards.whole())."
             )
-        return shards, {name: x[0] for name, x in shards.own.items()}
+        return {name: x[0] for name, x in shards.own.items()}
 
-    def shard(params):
-        check_named("sharded_optimizer", axes_of(axis_name))
-        check_undivided(params, axis_name)
-        plan = plan_for(Shapes.of(params), reduction.num_ranks)
-        blocks, leaves = plan.division.blocks(reduction.num_ranks), jax.tree.leaves(params)
-        own = on_each_rank(lambda rank: blocks.pack_whole(rank, leaves), plan, axis_name)
+    def shard(self, params):
+        check_named("sharded_optimizer", axes_of(self.axis_name))
+        check_undivided(params, self.axis_name)
+        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
+        blocks, leaves = plan.division.blocks(self.reduction.num_ranks), jax.tree.leaves(params)
+        own = on_each_rank(lambda rank: blocks.pack_whole(rank, leaves), plan, self.axis_name)
         return ParameterShards({name: x[None] for name, x in own.items()}, plan.division)
 
-    def gather(shards):
-        shards, vectors = checked(shards)
-        return separated(shards.unpacked(wires.gathered(vectors, reduction), reduction.num_ranks))
+    def gather(self, shards):
+        vectors = wires.gathered(self.checked(shards), self.reduction)
+        return self.separated(shards.unpacked(vectors, self.reduction.num_ranks))
 
-    def shapes_of(params):
-        return params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)
-
-    def init(params):
-        params = gather(params) if divided else params
-        check_named("sharded_optimizer", axes_of(axis_name))
-        plan = plan_for(Shapes.of(params), num_ranks(axes_of(axis_name)))
+    def init(self, params):
+        params = self.gather(params) if self.divided else params
+        check_named("sharded_optimizer", axes_of(self.axis_name))
+        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
         leaves, structure = jax.tree.flatten(params)
-        closed = jax.make_jaxpr(lambda *x: jax.tree.leaves(tx.init(jax.tree.unflatten(structure, x))))(*leaves)
+        closed = jax.make_jaxpr(lambda *x: jax.tree.leaves(self.tx.init(jax.tree.unflatten(structure, x))))(*leaves)
 
         def on_rank(rank):
             pieces = plan.state.ranks[rank]
@@ -94,122 +124,119 @@ def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reductio
             return plan.state.pack(rank, flat)
 
         shared = slicing.compute(closed, plan.shared, leaves)
-        return plan.pack_state(shared, on_each_rank(on_rank, plan, axis_name))
+        return plan.pack_state(shared, on_each_rank(on_rank, plan, self.axis_name))
 
-    def update(gradients, state, params):
-        shards, own_vectors, all_params = None, {}, params
-        if divided:
-            shards, own_vectors = checked(params)
-            params, all_params = shards.like, ()
+    def update(self, gradients, state, params):
+        shards, vectors, all_params = params, {}, params
+        if self.divided:
+            vectors, params, all_params = self.checked(shards), shards.like, ()
         else:
-            check_undivided(params, axis_name)
-        local = LocalGradients.of(gradients, params, reduction)
-        has_gradient = local.has_gradient
-        plan = plan_for(Shapes.of(params), reduction.num_ranks)
+            check_undivided(params, self.axis_name)
+        local = LocalGradients.of(gradients, params, self.reduction)
+        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
         shared, own = plan.unpack_state(state)
-        with order_given(reduction.order):
-            of_params = jax.tree.map(lambda x: varying_type(x, axis_name), params) if divided else params
-            of_state = plan.types(axis_name, shared)
-            traced = trace_update(tx, local.varying_types(), of_state, of_params, axis_name, divided)
-        traced.check_state(plan.owners, params, has_gradient)
-        if reduction.is_tree:
-            traced = traced.with_scalars_apart()
-        gradient_blocks = Blocks(local.sent_types, plan.pieces)
-        if stage == 1:
-            synced = local.synced([x.dtype for x in local.types])
-            means = [own_copy(jnp.reshape(x, -1), axis_name) for x in synced]
-        else:
-            sums = local.scattered_sums(local.packed(gradient_blocks.pack_all))
+        traced = self.traced(local, plan, shared, params)
+        gradients_of = self.reduced(local, plan)
 
-        def own_gradients(rank):
-            if stage == 1:
-                return [means[piece.leaf][piece.start : piece.stop] for piece in plan.pieces[rank]]
-            return [
-                local.mean(x, local.types[piece.leaf].dtype)
-                for x, piece in zip(gradient_blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
-            ]
-
-        norms: list[jax.Array] = []
-
-        def inputs_of(scalars, rank):
+        def inputs_of(common, rank):
             states = plan.state.unpack(rank, own)
-            own_params = plan.division.blocks(len(plan.pieces)).unpack(rank, own_vectors) if divided else None
-            return OwnInputs(
-                traced, plan.pieces[rank], own_gradients(rank), states, shared, all_params, tuple(norms),
-                plan.in_blocks, scalars, own_params,
-            )  # fmt: skip
+            own_params = plan.division.blocks(len(plan.pieces)).unpack(rank, vectors) if self.divided else None
+            mine = replace(common, pieces=plan.pieces[rank], states=states, own_params=own_params)
+            return replace(mine, gradients=gradients_of(rank), in_blocks=plan.in_blocks)
 
-        for request in traced.norms:
-            of_rank = partial(inputs_of, separated(traced.shared_scalars(shared, norms)))
-            norms.append(norm_over_ranks(request, traced, plan, of_rank, axis_name))
-        scalars = separated(traced.shared_scalars(shared, norms))
+        common = self.with_norms(OwnInputs(traced, [], [], [], shared, all_params, ()), plan, inputs_of)
         # Updates of shards are packed as the parameters are, whatever their own dtypes.
-        names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if divided else None
-        update_blocks = Blocks(traced.update_types, plan.pieces, names)
+        names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if self.divided else None
+        blocks = Blocks(traced.update_types, plan.pieces, names)
 
         def on_rank(rank):
-            inputs = inputs_of(scalars, rank)
-            results = inputs.compute(
-                lambda leaf: (
-                    [leaf, *(traced.num_leaves + k for k in plan.states_of(leaf))] if has_gradient[leaf] else []
-                )
-            )
-            updates, states = [], []
-            for piece, kept, values in zip(plan.pieces[rank], inputs.states_by_piece(), results, strict=True):
-                nothing = [jnp.zeros(piece.stop - piece.start, traced.update_types[piece.leaf].dtype), *kept]
-                update, *new = values or nothing  # a parameter without a gradient keeps its value and its state
-                updates.append(update)
-                states += new
-            return update_blocks.pack(rank, updates), plan.state.pack(rank, states)
+            updates, states = inputs_of(common, rank).updates(local.has_gradient)
+            return blocks.pack(rank, updates), plan.state.pack(rank, states)
 
-        updates, new_own = on_each_rank(on_rank, plan, axis_name)
-        if divided:
+        updates, own = on_each_rank(on_rank, plan, self.axis_name)
+        if self.divided:
             updates = ParameterShards({name: x[None] for name, x in updates.items()}, plan.division)
         else:
-            whole = update_blocks.unpack_all(run.all_gather(updates, axis_name))
-            updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
-        shared_inputs = OwnInputs(traced, [], [], [], shared, all_params, tuple(norms), scalars=scalars)
-        new_shared = separated(shared_inputs.compute_shared(traced.new_states(plan.shared)))
-        return updates, plan.pack_state(new_shared, new_own)
+            run = implementation("sharded_optimizer", self.reduction.impl, self.reduction.overlap)
+            whole = blocks.unpack_all(run.all_gather(updates, self.axis_name))
+            updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(len(whole))])
+        shared = self.separated(common.compute_shared(traced.new_states(plan.shared)))
+        return updates, plan.pack_state(shared, own)
 
-    def param_specs(params):
-        division = plan_for(shapes_of(params), 1).division
-        return ParameterShards({name: PartitionSpec(axis_name) for name in division.blocks(1).sizes}, division)
+    def traced(self, local: LocalGradients, plan: Plan, shared: dict[int, Any], params: Any) -> TracedUpdate:
+        """`tx.update` for these gradients. Raises unless it keeps the plan's state."""
+        of_params = jax.tree.map(lambda x: varying_type(x, self.axis_name), params) if self.divided else params
+        of_state = plan.types(self.axis_name, shared)
+        with order_given(self.reduction.order):
+            traced = trace_update(self.tx, local.varying_types(), of_state, of_params, self.axis_name, self.divided)
+        traced.check_state(plan.owners, params, local.has_gradient)
+        return traced.with_scalars_apart() if self.reduction.is_tree else traced
 
-    def specs(params):
-        plan = plan_for(shapes_of(params), 1)
+    def reduced(self, local: LocalGradients, plan: Plan) -> Callable[[int], list[jax.Array]]:
+        """Sums gradients over the ranks. Returns (rank) -> the means of its pieces, there."""
+        if self.stage == 1:
+            synced = local.synced([x.dtype for x in local.types])
+            means = [own_copy(jnp.reshape(x, -1), self.axis_name) for x in synced]
+            return lambda rank: [means[leaf][start:stop] for leaf, start, stop in plan.pieces[rank]]
+        blocks = Blocks(local.sent_types, plan.pieces)
+        sums = local.scattered_sums(local.packed(blocks.pack_all))
+        return lambda rank: [
+            local.mean(x, local.types[piece.leaf].dtype)
+            for x, piece in zip(blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
+        ]
+
+    def with_norms(self, common: OwnInputs, plan: Plan, inputs_of: Callable[[OwnInputs, int], OwnInputs]) -> OwnInputs:
+        """Inputs that all ranks have, with the norms that `tx` asks for, and scalars."""
+        traced = common.traced
+        for request in traced.norms:
+            of_rank = partial(inputs_of, self.with_scalars(common))
+            norm = norm_over_ranks(request, traced, plan, of_rank, self.axis_name)
+            common = replace(common, norms=(*common.norms, norm))
+        return self.with_scalars(common)
+
+    def with_scalars(self, common: OwnInputs) -> OwnInputs:
+        scalars = common.traced.shared_scalars(common.shared, common.norms)
+        return replace(common, scalars=self.separated(scalars))
+
+    def param_specs(self, params):
+        division = self.plan(_shapes_of(params), 1).division
+        return ParameterShards({name: PartitionSpec(self.axis_name) for name in division.blocks(1).sizes}, division)
+
+    def specs(self, params):
+        plan = self.plan(_shapes_of(params), 1)
         empty = plan.pack_state([PartitionSpec()] * len(plan.shared), {})
-        return empty._replace(own={name: PartitionSpec(axis_name) for name in plan.state.sizes})
+        return empty._replace(own={name: PartitionSpec(self.axis_name) for name in plan.state.sizes})
 
-    def whole_arrays(state, params):
+    def whole_arrays(self, state, params):
         """The state's leaves that belong to parameters, by index."""
         num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
-        plan = plan_for(shapes_of(params), num_ranks)
+        plan = self.plan(_shapes_of(params), num_ranks)
         plan.check(state, num_ranks)
         return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
 
-    def repartition(state, params, num_ranks):
+    def repartition(self, state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
-        whole, plan = whole_arrays(state, params), plan_for(shapes_of(params), num_ranks)
+        whole, plan = self.whole_arrays(state, params), self.plan(_shapes_of(params), num_ranks)
 
         def packed(blocks, arrays):
             return {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.pack_all(arrays).items()}
 
         state = ParameterState(state.shared, packed(plan.state, [whole.get(k) for k in range(len(plan.owners))]))
-        if not divided:
+        if not self.divided:
             return state
         check_shards(params)
         leaves = jax.tree.leaves(params.whole())
         return state, ParameterShards(packed(plan.division.blocks(num_ranks), leaves), plan.division)
 
-    def unsharded(state, params):
-        whole = whole_arrays(state, params)
-        plan = plan_for(shapes_of(params), 1)
+    def unsharded(self, state, params):
+        whole = self.whole_arrays(state, params)
+        plan = self.plan(_shapes_of(params), 1)
         whole |= zip(plan.shared, jax.tree.leaves(state.shared), strict=True)
         return jax.tree.unflatten(plan.structure, [whole[k] for k in range(len(plan.owners))])
 
-    def shares(params, num_ranks):
-        return plan_for(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
+    def shares(self, params, num_ranks):
+        return self.plan(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
 
-    optimizer = ShardedOptimizer(init, update, specs, repartition, unsharded, shares)
-    return optimizer._replace(shard=shard, gather=gather, param_specs=param_specs) if divided else optimizer
+
+def _shapes_of(params: Any) -> Shapes:
+    return params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)

@@ -54,6 +54,21 @@ class OwnInputs:
         rest = iter(self.states)
         return [[next(rest) for _ in self._states_of(piece.leaf)] for piece in self.pieces]
 
+    def updates(self, has_gradient: Sequence[bool]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """By piece its update, and all pieces' states in one list. Without a gradient a parameter keeps both."""
+        num_leaves = self.traced.num_leaves
+
+        def wanted(leaf):
+            return [leaf, *(num_leaves + k for k in self._states_of(leaf))] if has_gradient[leaf] else []
+
+        updates, states = [], []
+        for piece, kept, values in zip(self.pieces, self.states_by_piece(), self.compute(wanted), strict=True):
+            nothing = [jnp.zeros(piece.stop - piece.start, self.traced.update_types[piece.leaf].dtype), *kept]
+            update, *new = values or nothing
+            updates.append(update)
+            states += new
+        return updates, states
+
     def compute_shared(self, outputs: Sequence[int]) -> list[jax.Array]:
         """Outputs that need no gradient."""
         return slicing.compute(self.traced.closed, outputs, self._inputs({}))
