@@ -22,6 +22,7 @@ from jax_ring.training.zero.interface import (
     check_num_ranks,
     check_same_structure,
     check_same_tree,
+    on_all_devices,
     padded,
     vary,
 )
@@ -119,4 +120,4 @@ def repartitioned(state: Any, like: Any, multiple: int) -> Any:
         return padded(x[..., : like.shape[-1]], multiple) if like.ndim else x
 
     check_same_structure("state", state, like, likes="state that init makes here")
-    return jax.tree_util.tree_map_with_path(cut_and_fill, like, state)
+    return jax.tree_util.tree_map_with_path(cut_and_fill, like, on_all_devices(state))

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of
@@ -161,6 +162,21 @@ def by_dtype(tree: Any) -> dict[str, list[int]]:
 def padded(vector: jax.Array, multiple: int) -> jax.Array:
     """The vector, with zeros up to a multiple of a number of elements; or the vectors of an array's last dimension."""
     return jnp.pad(vector, [*[(0, 0)] * (vector.ndim - 1), (0, -vector.shape[-1] % multiple)])
+
+
+def on_all_devices(tree: Any) -> Any:
+    """Global arrays, of which every device has the whole where the types say how they are divided.
+
+    There, with the explicit axes of `jax.make_mesh`, JAX refuses to cut a dimension that is divided.
+    """
+
+    def replicated(x):
+        sharding = jax.typeof(x).sharding
+        if all(axes is None for axes in sharding.spec):
+            return x
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(replicated, tree)
 
 
 def vary(state: Any, axis_name: AxisName) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.options import check_arrays
-from jax_ring.training.zero.interface import by_dtype, padded
+from jax_ring.training.zero.interface import by_dtype, on_all_devices, padded
 
 
 class Shapes(NamedTuple):
@@ -71,7 +71,7 @@ class ShardedParams:
                     f"ShardedParams.whole: these are a rank's shards, {own} of {size} elements of {name}. Inside of "
                     "shard_map use gather of the sharded optimizer."
                 )
-        return unflat(self.vectors, self.like)
+        return unflat(on_all_devices(self.vectors), self.like)
 
 
 def is_sharded(x: Any) -> bool:

@@ -26,7 +26,7 @@ from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, plan
 from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate, trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided, on_all_devices
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import Shapes
 
@@ -212,7 +212,7 @@ class _Layout:
         num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
         plan = self.plan(_shapes_of(params), num_ranks)
         plan.check(state, num_ranks)
-        return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in state.own.items()})
+        return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in on_all_devices(state.own).items()})
 
     def repartition(self, state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)

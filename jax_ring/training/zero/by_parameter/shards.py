@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring.training.zero.by_parameter.plan import Blocks, balance
+from jax_ring.training.zero.interface import on_all_devices
 from jax_ring.training.zero.vectors import Shapes
 
 
@@ -72,7 +73,7 @@ class ParameterShards:
                     f"ParameterShards.whole: these are a rank's shards, of shape {found} where all of {name} have "
                     f"{(num_ranks, size)}. Inside of shard_map use gather of the sharded optimizer."
                 )
-        return self.unpacked({name: jnp.reshape(x, -1) for name, x in self.own.items()}, num_ranks)
+        return self.unpacked({name: jnp.reshape(x, -1) for name, x in on_all_devices(self.own).items()}, num_ranks)
 
     def unpacked(self, vectors: dict[str, jax.Array], num_ranks: int) -> Any:
         """The parameters, from the vectors of all ranks."""
