@@ -61,16 +61,31 @@ class Options:
 
 def parse(arguments: Sequence[str] | None, description: str) -> Options:
     """Parses the command line; exits with status 2 and a message if wrong."""
+    parser = _parser(description)
+    given = parser.parse_args(arguments)
+    fewest, most = _counts(parser, "-n", given.processes)
+    min_nodes, nnodes = _counts(parser, "--nnodes", given.nnodes)
+    _check_numbers(parser, given)
+    comes_and_goes = ":" in given.nnodes
+    _check_program(parser, given.script, given.module)
+    as_given = (
+        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
+        "on_stuck", "node_timeout", "join_timeout", "heartbeat_timeout",
+    )  # fmt: skip
+    return Options(
+        command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,
+        nnodes=nnodes, min_nodes=min_nodes if comes_and_goes else 0,
+        node_rank=given.node_rank if comes_and_goes else given.node_rank or 0,
+        coordinators=_coordinators(parser, given, nnodes, comes_and_goes),
+        **{name: getattr(given, name) for name in as_given},
+    )  # fmt: skip
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_ring.launch", description=description, allow_abbrev=False,
         usage="%(prog)s [options] -n N (script | -m module) [arguments]",
     )  # fmt: skip
-
-    def add_seconds(name: str, text: str) -> None:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=float, default=getattr(Options, name), metavar="SECONDS",
-            help=f"{text} (default: %(default)g)",
-        )  # fmt: skip
 
     parser.add_argument(
         "-n", "--processes", required=True, metavar="N | MIN:MAX",
@@ -85,10 +100,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         help="how often to start the processes again after a failure (default: %(default)s). The script finds the "
         "number of the restart in JAX_RING_RESTART",
     )  # fmt: skip
-    add_seconds("backoff", "the wait before the first restart; it doubles with each, up to 60 s")
-    add_seconds("grace", "time that processes have to exit after a signal to the launcher, before they are killed")
-    add_seconds("failure_grace", "time that the other processes have to exit after one has failed")
-    add_seconds(
+    _add_seconds(parser, "backoff", "the wait before the first restart; it doubles with each, up to 60 s")
+    _add_seconds(
+        parser, "grace", "time that processes have to exit after a signal to the launcher, before they are killed"
+    )
+    _add_seconds(parser, "failure_grace", "time that the other processes have to exit after one has failed")
+    _add_seconds(
+        parser,
         "leave_timeout",
         "time that a process of an elastic job has to notice that the members change, after another has noticed",
     )
@@ -105,6 +123,15 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         help="what to do then: report alone, or end the job as a failure, from which --max-restarts and elastic jobs "
         "go on (default: report, or what the script gives jax_ring.watch)",
     )  # fmt: skip
+    _add_hosts(parser)
+    parser.add_argument("script", help="a Python file; a module after -m")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # else argparse lists them among the missing ones
+    return parser
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    """The options for several hosts."""
     parser.add_argument(
         "--nnodes", default="1", metavar="COUNT | MIN:MAX",
         help="number of hosts (default: %(default)s); with MIN hosts may come and go, as long as MIN are there",
@@ -117,16 +144,21 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         help="where host 0 can be reached, and a port for its launcher; with MIN:MAX several hosts, in the order in "
         "which their launchers may lead",
     )  # fmt: skip
-    add_seconds("node_timeout", "time that the launchers of all hosts have to find each other")
-    add_seconds("join_timeout", "with MIN:MAX, time that more than MIN hosts have to be there at the start")
-    add_seconds("heartbeat_timeout", "with MIN:MAX, the others go on without a host that is silent for so long")
-    parser.add_argument("script", help="a Python file; a module after -m")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    rest.required = False  # else argparse lists them among the missing ones
-    given = parser.parse_args(arguments)
+    _add_seconds(parser, "node_timeout", "time that the launchers of all hosts have to find each other")
+    _add_seconds(parser, "join_timeout", "with MIN:MAX, time that more than MIN hosts have to be there at the start")
+    _add_seconds(
+        parser, "heartbeat_timeout", "with MIN:MAX, the others go on without a host that is silent for so long"
+    )
 
-    fewest, most = _counts(parser, "-n", given.processes)
-    min_nodes, nnodes = _counts(parser, "--nnodes", given.nnodes)
+
+def _add_seconds(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    parser.add_argument(
+        f"--{name.replace('_', '-')}", type=float, default=getattr(Options, name), metavar="SECONDS",
+        help=f"{text} (default: %(default)g)",
+    )  # fmt: skip
+
+
+def _check_numbers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.devices is not None and given.devices < 1:
         parser.error(f"--devices must be at least 1, got {given.devices}")
     if given.max_restarts < 0:
@@ -138,19 +170,6 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         parser.error(f"--watch must be a positive number of seconds, got {given.watch}")
     if not given.heartbeat_timeout > 0:
         parser.error(f"--heartbeat-timeout must be a positive number of seconds, got {given.heartbeat_timeout}")
-    comes_and_goes = ":" in given.nnodes
-    _check_program(parser, given.script, given.module)
-    as_given = (
-        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
-        "on_stuck", "node_timeout", "join_timeout", "heartbeat_timeout",
-    )  # fmt: skip
-    return Options(
-        command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,
-        nnodes=nnodes, min_nodes=min_nodes if comes_and_goes else 0,
-        node_rank=given.node_rank if comes_and_goes else given.node_rank or 0,
-        coordinators=_coordinators(parser, given, nnodes, comes_and_goes),
-        **{name: getattr(given, name) for name in as_given},
-    )  # fmt: skip
 
 
 def _counts(parser: argparse.ArgumentParser, flag: str, text: str) -> tuple[int, int]:
