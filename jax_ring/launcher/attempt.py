@@ -126,12 +126,13 @@ class Attempt:
         # One that joins is no member yet.
         process = Process(next(self._shared.numbers), slot, rank, Page.new(-1 if joins else 0))
         member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
-        variables = environment.variables(
-            member, slot=slot, devices=self._options.devices, restart=self._plan.restart, number=process.number,
-            page=process.page.file, watches=self._options.watch is not None,
-            socket_name=self._shared.server.name, memory=self._memory, kept=self._shared.kept,
-            hosts=self._plan.hosts, joins=joins,
+        common = environment.Common(
+            self._options.devices, self._plan.restart, self._shared.server.name, self._memory, self._shared.kept,
+            watches=self._options.watch is not None, hosts=self._plan.hosts,
         )  # fmt: skip
+        variables = environment.variables(
+            common, member, slot=slot, number=process.number, page=process.page.file, joins=joins
+        )
         try:
             process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
         except OSError:

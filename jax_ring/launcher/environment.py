@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.watching.page import VARIABLE
@@ -26,36 +27,47 @@ def kept_files(slots: int) -> tuple[int, ...]:
     return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
 
 
+@dataclass(frozen=True)
+class Common:
+    """What the environments of all processes of a host say alike.
+
+    Attributes:
+      devices: the number of a process's devices, or None.
+      restart: how often the job has been started again.
+      socket_name: of the launcher, for `protocol.Control`.
+      memory: the prefix of names of shared memory.
+      kept: the files that all processes inherit for their commits.
+      watches: whether executions are noted in a program that has no steps.
+      hosts: the index of each host's first process, if hosts come and go.
+    """
+
+    devices: int | None
+    restart: int
+    socket_name: str
+    memory: str
+    kept: Sequence[int]
+    watches: bool = False
+    hosts: Sequence[int] = ()
+
+
 def variables(
+    common: Common,
     member: protocol.Member,
     *,
     slot: int,
-    devices: int | None,
-    restart: int,
     number: int,
-    socket_name: str,
-    memory: str,
-    kept: Sequence[int],
     page: int,
-    watches: bool = False,
-    hosts: Sequence[int] = (),
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """A process's whole environment.
 
     Args:
+      common: what other processes have as well.
       member: its place in the generation that it starts in.
       slot: its place on this host, which decides its devices.
-      devices: the number of its devices, or None.
-      restart: how often the job has been started again.
       number: the launcher's number of the process.
-      socket_name: of the launcher, for `protocol.Control`.
-      memory: the prefix of names of shared memory.
-      kept: the files that all processes inherit for their commits.
       page: the file in which it notes its steps.
-      watches: whether executions are noted in a program that has no steps.
-      hosts: the index of each host's first process, if hosts come and go.
       joins: whether it takes the place of another process of an elastic job.
       outer: the environment of the launcher.
     """
@@ -64,23 +76,23 @@ def variables(
         result.pop(name, None)
     result |= member.variables()
     result |= {
-        protocol.CONTROL_VARIABLE: socket_name,
+        protocol.CONTROL_VARIABLE: common.socket_name,
         protocol.PROCESS_VARIABLE: str(number),
-        protocol.MEMORY_VARIABLE: memory,
-        protocol.RESTART_VARIABLE: str(restart),
-        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
+        protocol.MEMORY_VARIABLE: common.memory,
+        protocol.RESTART_VARIABLE: str(common.restart),
+        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *common.kept))),
         VARIABLE: str(page),
     }
-    if watches:
+    if common.watches:
         result[protocol.WATCH_VARIABLE] = "1"
-    if hosts:
-        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, hosts))
+    if common.hosts:
+        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, common.hosts))
     if joins:
         result[protocol.JOIN_VARIABLE] = "1"
-    if (ids := _device_ids(slot, devices, outer)) is not None:
+    if (ids := _device_ids(slot, common.devices, outer)) is not None:
         result["JAX_LOCAL_DEVICE_IDS"] = ids
-    if devices is not None:
-        result["JAX_NUM_CPU_DEVICES"] = str(devices)
+    if common.devices is not None:
+        result["JAX_NUM_CPU_DEVICES"] = str(common.devices)
     return result
 
 

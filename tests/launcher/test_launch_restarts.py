@@ -136,18 +136,8 @@ def test_modules(script, tmp_path, monkeypatch):
 def test_devices_of_nested_launches(outer, devices, expected):
     member = protocol.Member(0, "127.0.0.1:1", 2, 1)
     outer = outer | {protocol.JOIN_VARIABLE: "1"}
-    found = environment.variables(
-        member,
-        slot=1,
-        devices=devices,
-        restart=0,
-        number=7,
-        socket_name="@inner",
-        memory="",
-        kept=(),
-        page=3,
-        outer=outer,
-    )
+    common = environment.Common(devices, restart=0, socket_name="@inner", memory="", kept=())
+    found = environment.variables(common, member, slot=1, number=7, page=3, outer=outer)
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
     assert protocol.JOIN_VARIABLE not in found
