@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send
+from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step
 
 
 @dataclass
@@ -74,62 +74,78 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
       RuntimeError: if a rank waits for a message never sent, or one is not received.
     """
     p = len(inputs)
-    result = Run([np.array(x) for x in inputs])
+    ranks = _Ranks(Run([np.array(x) for x in inputs]), fold, [0] * p)
     steps = [deque(schedule(p, len(inputs[0]), rank)) for rank in range(p)]
-    clock = [0] * p
-    free: Counter[tuple[int, int]] = Counter()  # first free time step of each link
-    inbox: dict[tuple[int, int], deque[Message]] = {}
+    waiting = deque(range(p))
+    blocked = 0  # consecutive ranks without progress
+    while waiting and blocked < len(waiting):
+        rank = waiting.popleft()
+        before = len(steps[rank])
+        while steps[rank] and ranks.can_take(rank, steps[rank][0]):
+            ranks.take(rank, steps[rank].popleft())
+        blocked = blocked + 1 if len(steps[rank]) == before > 0 else 0
+        if steps[rank]:
+            waiting.append(rank)
+    unreceived = {link: len(messages) for link, messages in ranks.inbox.items() if messages}
+    if waiting or unreceived:
+        raise RuntimeError(
+            f"ranks {sorted(waiting)} wait for messages that were not sent; never received: {unreceived}"
+        )
+    return ranks.result
 
-    def send(rank: int, item: Send) -> None:
+
+@dataclass
+class _Ranks:
+    """The ranks, and what is on its way between them.
+
+    Attributes:
+      clock: the time step of each rank.
+      free: the first free time step of each link.
+      inbox: by link, messages that are not received yet.
+    """
+
+    result: Run
+    fold: Callable
+    clock: list[int]
+    free: Counter[tuple[int, int]] = field(default_factory=Counter)
+    inbox: dict[tuple[int, int], deque[Message]] = field(default_factory=dict)
+
+    def can_take(self, rank: int, step: Step) -> bool:
+        """Whether all that a step receives has been sent."""
+        needed = Counter(source for item in step.receives for source in item.sources if source != rank)
+        return all(len(self.inbox.get((source, rank), ())) >= count for source, count in needed.items())
+
+    def take(self, rank: int, step: Step) -> None:
+        for incoming in step.receives:
+            self.receive(rank, incoming)
+        for outgoing in step.sends:
+            self.send(rank, outgoing)
+
+    def send(self, rank: int, item: Send) -> None:
         link = rank, item.to
-        sent = max(clock[rank], free[link])
-        free[link] = sent + 1
-        values = result.outputs[rank][slice(*item.chunk)].copy()
+        sent = max(self.clock[rank], self.free[link])
+        self.free[link] = sent + 1
+        values = self.result.outputs[rank][slice(*item.chunk)].copy()
         message = Message(rank, item.to, item.chunk, False, sent, values)
-        result.messages.append(message)
-        inbox.setdefault(link, deque()).append(message)
+        self.result.messages.append(message)
+        self.inbox.setdefault(link, deque()).append(message)
 
-    def receive(rank: int, item: Receive) -> None:
+    def receive(self, rank: int, item: Receive) -> None:
         values = []
         for source, chunk in item.sent():
             if source == rank:
-                values.append(result.outputs[rank][slice(*chunk)])
+                values.append(self.result.outputs[rank][slice(*chunk)])
                 continue
-            message = inbox[source, rank].popleft()
+            message = self.inbox[source, rank].popleft()
             if message.chunk != chunk:
                 raise RuntimeError(f"rank {rank} expects {chunk} from {source}, which sent {message.chunk}")
             message.folded = len(item.sources) > 1
-            clock[rank] = max(clock[rank], message.sent + 1)
+            self.clock[rank] = max(self.clock[rank], message.sent + 1)
             values.append(message.values)
         stack: list = []
         for value, merges in zip(values, item.merges or (0, *[1] * (len(values) - 1)), strict=True):
             stack.append(value)
             for _ in range(merges):
                 right = stack.pop()
-                stack.append(fold(stack.pop(), right))
-        (result.outputs[rank][slice(*item.chunk)],) = stack
-
-    waiting = deque(range(p))
-    blocked = 0  # consecutive ranks without progress
-    while waiting and blocked < len(waiting):
-        rank = waiting.popleft()
-        before = len(steps[rank])
-        while steps[rank]:
-            step = steps[rank][0]
-            needed = Counter(s for r in step.receives for s in r.sources if s != rank)
-            if any(len(inbox.get((source, rank), ())) < count for source, count in needed.items()):
-                break
-            steps[rank].popleft()
-            for incoming in step.receives:
-                receive(rank, incoming)
-            for outgoing in step.sends:
-                send(rank, outgoing)
-        blocked = blocked + 1 if len(steps[rank]) == before > 0 else 0
-        if steps[rank]:
-            waiting.append(rank)
-    if waiting or any(inbox.values()):
-        unreceived = {link: len(messages) for link, messages in inbox.items() if messages}
-        raise RuntimeError(
-            f"ranks {sorted(waiting)} wait for messages that were not sent; never received: {unreceived}"
-        )
-    return result
+                stack.append(self.fold(stack.pop(), right))
+        (self.result.outputs[rank][slice(*item.chunk)],) = stack
