@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
@@ -20,7 +20,7 @@ from jax_ring.training.same_bits.audit import Audit
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard
-from jax_ring.training.sentinel import after, check_when, digests, verdict
+from jax_ring.training.sentinel import Digests, after, check_when, digests, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
 
 P = ParamSpec("P")
@@ -99,9 +99,14 @@ def value_and_grad(
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     only_floats = not (allow_int or holomorphic)
-    return _of_mean(
+    of_mean = _OfMean(
         reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
     )
+
+    def value_and_grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
+        return of_mean.value_and_grad(args, kwargs)
+
+    return value_and_grad_of_mean
 
 
 def grad(
@@ -134,12 +139,12 @@ def grad(
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     only_floats = not (allow_int or holomorphic)
-    with_value = _of_mean(
+    of_mean = _OfMean(
         reduction, local, axis_name, argnums, has_aux, only_floats, reduced_in_backward, shards, check_replicas
     )
 
     def grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> Any:
-        value, grads = with_value(*args, **kwargs)
+        value, grads = of_mean.value_and_grad(args, kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_of_mean
@@ -159,78 +164,96 @@ def _checked(function: str, fun: Any, axis_name: AxisName, argnums: Any, check_r
     return numbers
 
 
-def _of_mean(
-    reduction: Reduction,
-    local: Callable[P, Any],
-    axis_name: AxisName,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    only_floats: bool,
-    reduced_in_backward: bool,
-    shards: Shards | None,
-    check_replicas: Any,
-) -> Callable[P, tuple[Any, Any]]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if reduced_in_backward:
-        _refuse_key(reduction)
+@dataclass(frozen=True)
+class _OfMean:
+    """The mean of a loss over the ranks, as `value_and_grad` and `grad` differentiate it: their arguments, checked.
 
-    def copies(params):
-        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), axis_name), params)
+    Attributes:
+      local: `jax.value_and_grad` of the loss of a rank.
+      only_floats: whether integer parameters are refused.
+    """
 
-    def with_aux(*args, **kwargs):
-        out, grads = local(*args, **kwargs)
-        return (out if has_aux else (out, None)), grads
+    reduction: Reduction
+    local: Callable[..., Any]
+    axis_name: AxisName
+    argnums: int | Sequence[int]
+    has_aux: bool
+    only_floats: bool
+    reduced_in_backward: bool
+    shards: Shards | None
+    check_replicas: Any
 
-    def value_and_grad_of_mean(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, Any]:
-        check_named(reduction.function, axes_of(axis_name))
-        arguments: Sequence[Any] = args
+    def __post_init__(self) -> None:
+        if self.reduced_in_backward:
+            _refuse_key(self.reduction)
+
+    def value_and_grad(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        function, axis_name = self.reduction.function, self.axis_name
+        check_named(function, axes_of(axis_name))
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
         parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
         for i in parameters:
-            check_parameters(reduction.function, i, args[i], only_floats=only_floats)
-        if not reduced_in_backward:
-            arguments = [copies(x) if i in parameters else x for i, x in enumerate(args)]
+            check_parameters(function, i, args[i], only_floats=self.only_floats)
+        arguments: Sequence[Any] = args
+        if not self.reduced_in_backward:
+            arguments = [self._copies(x) if i in parameters else x for i, x in enumerate(args)]
         own = None
-        if check_replicas is not None:
+        if self.check_replicas is not None:
             compared = [args[i] for i in parameters]
-            own = digests(reduction.function, compared if len(compared) > 1 else compared[0], axis_name, check_replicas)
-        if shards is not None:
-            shards.check(axis_name, reduced_in_backward)
-            if not reduced_in_backward:
-                sums, aux, findings = differentiate_shards(
-                    reduction.function, with_aux, arguments, kwargs, parameters, axis_name, shards.num_shards,
-                    shards.in_axes, shards.audit,
-                )  # fmt: skip
-                value, grads = without_reverse_mode(
-                    shards.reduced(reduction, sums, axis_name, own, findings),
-                    f"{reduction.function}: what num_shards computes has no reverse mode, because loops add the "
-                    "shards. Take inner gradients within a shard, by jax.grad in the function that num_shards is for, "
-                    "or differentiate by jax.jvp.",
-                )
-                return ((value, aux) if has_aux else value), grads
+            own = digests(function, compared if len(compared) > 1 else compared[0], axis_name, self.check_replicas)
+        if self.shards is not None:
+            self.shards.check(axis_name, self.reduced_in_backward)
+        if self.shards is None or self.reduced_in_backward:
+            value, aux, grads = self._by_rank(arguments, kwargs, own)
+        else:
+            value, aux, grads = self._by_shard(self.shards, arguments, kwargs, parameters, own)
+        return ((value, aux) if self.has_aux else value), grads
+
+    def _copies(self, params: Any) -> Any:
+        return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.axis_name), params)
+
+    def _with_aux(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out, grads = self.local(*args, **kwargs)
+        return (out if self.has_aux else (out, None)), grads
+
+    def _by_shard(
+        self, shards: Shards, args: Sequence[Any], kwargs: dict[str, Any], parameters: list[int], own: Digests | None
+    ) -> tuple[Any, Any, Any]:
+        """The value, auxiliary data and gradients. own: the rank's digests, if replicas are compared."""
+        sums, aux, findings = differentiate_shards(shards, self._with_aux, args, kwargs, parameters, self.axis_name)
+        value, grads = without_reverse_mode(
+            shards.reduced(self.reduction, sums, self.axis_name, own, findings),
+            f"{shards.function}: what num_shards computes has no reverse mode, because loops add the shards. Take "
+            "inner gradients within a shard, by jax.grad in the function that num_shards is for, or differentiate by "
+            "jax.jvp.",
+        )
+        return value, aux, grads
+
+    def _by_rank(self, args: Sequence[Any], kwargs: dict[str, Any], own: Digests | None) -> tuple[Any, Any, Any]:
+        """The value, auxiliary data and gradients. own: the rank's digests, if replicas are compared."""
+        axis_name, shards = self.axis_name, self.shards
         index = contextlib.nullcontext() if shards is None else SHARD.set(first_shard(axis_name, shards.num_shards))
-        with _noted(axis_name, reduced_in_backward), index:
-            (value, aux), grads = with_aux(*arguments, **kwargs)
+        with _noted(axis_name, self.reduced_in_backward), index:
+            (value, aux), grads = self._with_aux(*args, **kwargs)
         # A value that is the same on all ranks counts once: the ranks' gradients are parts of it and add up.
         axes = axes_of_difference(value, axis_name)
         divisor = num_ranks(axes)
         local_value = own_copy(value, axis_name) if axes else None
         table = None if own is None else own.table
-        reduced = replace(reduction, after_last=own is not None).reduce(
-            None if reduced_in_backward else grads, axis_name, divisor, value=(local_value, table)
+        reduced = replace(self.reduction, after_last=own is not None).reduce(
+            None if self.reduced_in_backward else grads, axis_name, divisor, value=(local_value, table)
         )
         total, tables = reduced.value
         if axes:
             value = total
-        if not reduced_in_backward:
+        if not self.reduced_in_backward:
             grads = reduced.tree
         elif divisor > 1:
             grads = jax.tree.map(lambda g: g if is_float0(g) else g / divisor, grads)
         if own is not None:
-            ok = verdict(reduction.function, own, tables, axis_name)
+            ok = verdict(self.reduction.function, own, tables, axis_name)
             value, grads = after(value, ok), after(grads, ok)
-        return ((value, aux) if has_aux else value), grads
-
-    return value_and_grad_of_mean
+        return value, aux, grads
 
 
 def _refuse_key(reduction: Reduction) -> None:

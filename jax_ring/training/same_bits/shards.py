@@ -13,9 +13,10 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
-from jax_ring.training.same_bits.audit import Audit, Audited, Findings
+from jax_ring.training.same_bits.audit import Audited, Findings
 from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
 from jax_ring.training.same_bits.indices import SHARD
+from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
 
 
@@ -26,24 +27,21 @@ def first_shard(axis_name: AxisName, num_shards: int) -> jax.Array:
 
 
 def differentiate_shards(
-    function: str,
+    shards: Shards,
     local: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
     parameters: Sequence[int],
     axis_name: AxisName,
-    num_shards: int,
-    in_axes: Any,
-    audit: Audit | None = None,
 ) -> tuple[ShardSums, Any, Findings | None]:
     """The sums over this rank's shards of the values and gradients that `local` returns.
 
     Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
 
     Args:
-      function: the public function, for errors.
+      shards: what `value_and_grad` is told about them.
       local: as `jax.value_and_grad` of a function with auxiliary results: returns ((value, aux), gradients).
-      parameters: the positions of the arguments that are not cut. The others are, as `in_axes` says.
+      parameters: the positions of the arguments that are not cut. The others are, as `shards.in_axes` says.
 
     Returns:
       The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
@@ -53,9 +51,9 @@ def differentiate_shards(
     Raises:
       ValueError: if the arguments cannot be cut so, if the loss asks for the axis, or if there is no rank to audit.
     """
-    axes = axes_of(axis_name)
+    axes, function, num_shards = axes_of(axis_name), shards.function, shards.num_shards
     each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
-    data = _Data.of(function, args, kwargs, parameters, in_axes, each, num_shards)
+    data = _Data.of(function, args, kwargs, parameters, shards.in_axes, each, num_shards)
     body = _Body.traced(function, local, data, kwargs, first, axes)
     condition = hidden_one([*args, *kwargs.values()], axes)
 
@@ -65,8 +63,8 @@ def differentiate_shards(
     types = body.split(body.closed.out_avals)[0]
     audited: Audited | None = None
     digests: Any = None  # from an audit
-    if audit is not None:
-        drawn = audit.draw(axis_name, num_shards)
+    if shards.audit is not None:
+        drawn = shards.audit.draw(axis_name, num_shards)
         others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)
         audited = Audited(
             function, axes, drawn, body.names(), others, lambda: data.shard(drawn.shard % each),
