@@ -1,7 +1,7 @@
 """Gradient accumulation: a loss differentiated one micro-batch at a time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,75 +54,15 @@ def accumulate_gradients(
     check_in_axes("accumulate_gradients", in_axes)
 
     def accumulated(params, *data, **whole):
-        axes = axes_of_leaves("accumulate_gradients", in_axes, data)
-        paths, structure = jax.tree.flatten_with_path((data, whole))
-        paths = [(path[1:], leaf) for path, leaf in paths]
-        leaves = [
-            leaf if axis is None else _split(num_microbatches, path, leaf, axis)
-            for (path, leaf), axis in zip(paths, [*axes, *[None] * (len(paths) - len(axes))], strict=True)
-        ]
-        split = [i for i, axis in enumerate(axes) if axis is not None]
-        if not split:
-            raise ValueError(
-                f"accumulate_gradients: in_axes splits no argument into {num_microbatches} micro-batches. Pass data as "
-                "positional arguments after the parameters; keyword arguments are passed whole."
-            )
-
-        given = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and i not in split]
+        arguments = _Arguments.of(num_microbatches, in_axes, data, whole)
 
         def of_microbatch(params, own, others):
-            parts = list(leaves)
-            for i, part in zip([*split, *given], [*own, *others], strict=True):
-                parts[i] = part
-            arguments, keywords = jax.tree.unflatten(structure, parts)
-            return _checked(fun(params, *arguments, **keywords), has_aux)
+            positional, keywords = arguments.filled(own, others)
+            return _checked(fun(params, *positional, **keywords), has_aux)
 
-        # Pass the data as an argument: inside jit or checkpoint it is traced, and a custom_vjp must not close over
-        # tracers.
-        @jax.custom_vjp
-        def mean(params, microbatches, others):
-            values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own, others), has_aux), microbatches)
-            return values.mean(), aux
-
-        def forward(params, microbatches, others):
-            for i, argument in zip([*split, *given], [*microbatches, *others], strict=True):
-                if argument.perturbed:
-                    raise _not_differentiable(*paths[i])
-            params, microbatches, others = jax.tree.map(lambda x: x.value, (params, microbatches, others))
-
-            def step(totals, own):
-                out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own, others)
-                added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
-                return added, _as_pair(out, has_aux)
-
-            zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in _of_inexact(params, params)]
-            totals, (values, aux) = lax.scan(step, zeros, microbatches)
-            return (values.mean(), aux), totals
-
-        def backward(totals, cotangents):
-            of_value = cotangents[0]
-            if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # differentiates only the auxiliary data
-                of_value = of_value.instantiate()
-            scale, rest = of_value / num_microbatches, iter(totals)
-
-            def gradient(p):
-                if not _is_inexact(p):
-                    return np.zeros(p.shape, jax.dtypes.float0)
-                if missing := sorted(_compat.varying_axes(scale) - _compat.varying_axes(p), key=str):
-                    raise ValueError(
-                        f"accumulate_gradients: the loss varies over {missing}, and a parameter of type "
-                        f"{jax.typeof(p)} does not, so that its gradients would be summed over the ranks in every "
-                        "micro-batch. Differentiate by jax_ring.value_and_grad, without reduce_in_backward in the "
-                        f"loss, or cast the parameters before: lax.pcast(params, {tuple(missing)}, to='varying')."
-                    )
-                total = next(rest)
-                return (total * scale.astype(total.dtype)).astype(p.dtype)
-
-            return jax.tree.map(gradient, params), None, None
-
-        mean.defvjp(forward, backward, symbolic_zeros=True)
+        mean = _differentiable_mean(of_microbatch, params, arguments, num_microbatches, has_aux)
         try:
-            value, aux = mean(params, [leaves[i] for i in split], [leaves[i] for i in given])
+            value, aux = mean(params, *arguments.arrays)
         except jax.errors.UnexpectedTracerError as error:
             raise jax.errors.UnexpectedTracerError(
                 "accumulate_gradients: fun closes over a value that is being differentiated, or over one of a "
@@ -132,6 +72,111 @@ def accumulate_gradients(
         return (value, aux) if has_aux else value
 
     return accumulated
+
+
+class _Arguments(NamedTuple):
+    """What a loss gets besides parameters.
+
+    Attributes:
+      given_as: (path, leaf) of each.
+      leaves: those that are split are stacked micro-batches.
+      structure: of (positional arguments, keyword arguments).
+      split: the positions of leaves that are split.
+      others: those of other arrays.
+    """
+
+    given_as: list
+    leaves: list
+    structure: Any
+    split: list[int]
+    others: list[int]
+
+    @classmethod
+    def of(cls, num_microbatches: int, in_axes: Any, data: tuple, whole: dict[str, Any]) -> Self:
+        axes = axes_of_leaves("accumulate_gradients", in_axes, data)
+        pairs, structure = jax.tree.flatten_with_path((data, whole))
+        given_as = [(path[1:], leaf) for path, leaf in pairs]
+        leaves = [leaf for _, leaf in pairs]
+        for i, axis in enumerate(axes):
+            if axis is not None:
+                leaves[i] = _split(num_microbatches, *given_as[i], axis)
+        split = [i for i, axis in enumerate(axes) if axis is not None]
+        if not split:
+            raise ValueError(
+                f"accumulate_gradients: in_axes splits no argument into {num_microbatches} micro-batches. Pass data as "
+                "positional arguments after the parameters; keyword arguments are passed whole."
+            )
+        others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and i not in split]
+        return cls(given_as, leaves, structure, split, others)
+
+    @property
+    def arrays(self) -> tuple[list, list]:
+        """Stacked micro-batches, and what each gets whole."""
+        return [self.leaves[i] for i in self.split], [self.leaves[i] for i in self.others]
+
+    def filled(self, own: list, others: list) -> tuple[tuple, dict[str, Any]]:
+        """The arguments for a micro-batch."""
+        parts = list(self.leaves)
+        for i, part in zip([*self.split, *self.others], [*own, *others], strict=True):
+            parts[i] = part
+        return jax.tree.unflatten(self.structure, parts)
+
+    def refuse_derivatives(self, microbatches: list, others: list) -> None:
+        """Raises NotImplementedError if one of the arrays is differentiated."""
+        for i, argument in zip([*self.split, *self.others], [*microbatches, *others], strict=True):
+            if argument.perturbed:
+                raise _not_differentiable(*self.given_as[i])
+
+
+def _differentiable_mean(
+    of_microbatch: Callable, params: Any, arguments: _Arguments, num_microbatches: int, has_aux: bool
+) -> Callable:
+    """(params, microbatches, others) -> (mean value, auxiliary data), with a rule that adds gradients in a scan."""
+
+    # Pass the data as an argument: inside jit or checkpoint it is traced, and a custom_vjp must not close over tracers.
+    @jax.custom_vjp
+    def mean(params, microbatches, others):
+        values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own, others), has_aux), microbatches)
+        return values.mean(), aux
+
+    def forward(params, microbatches, others):
+        arguments.refuse_derivatives(microbatches, others)
+        params, microbatches, others = jax.tree.map(lambda x: x.value, (params, microbatches, others))
+
+        def step(totals, own):
+            out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own, others)
+            added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
+            return added, _as_pair(out, has_aux)
+
+        zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in _of_inexact(params, params)]
+        totals, (values, aux) = lax.scan(step, zeros, microbatches)
+        return (values.mean(), aux), totals
+
+    def backward(totals, cotangents):
+        of_value = cotangents[0]
+        if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # differentiates only the auxiliary data
+            of_value = of_value.instantiate()
+        scale, rest = of_value / num_microbatches, iter(totals)
+
+        def gradient(p):
+            return _scaled(next(rest), scale, p) if _is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0)
+
+        return jax.tree.map(gradient, params), None, None
+
+    mean.defvjp(forward, backward, symbolic_zeros=True)
+    return mean
+
+
+def _scaled(total: jax.Array, scale: jax.Array, p: Any) -> jax.Array:
+    """The gradient of a parameter p, from the sum over micro-batches."""
+    if missing := sorted(_compat.varying_axes(scale) - _compat.varying_axes(p), key=str):
+        raise ValueError(
+            f"accumulate_gradients: the loss varies over {missing}, and a parameter of type "
+            f"{jax.typeof(p)} does not, so that its gradients would be summed over the ranks in every "
+            "micro-batch. Differentiate by jax_ring.value_and_grad, without reduce_in_backward in the "
+            f"loss, or cast the parameters before: lax.pcast(params, {tuple(missing)}, to='varying')."
+        )
+    return (total * scale.astype(total.dtype)).astype(p.dtype)
 
 
 def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
