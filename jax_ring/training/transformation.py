@@ -81,22 +81,12 @@ def allreduce_gradients(
       TypeError: for an unknown option.
       jax.errors.JaxRuntimeError: from a step whose parameters differ, as `check_replicas`.
     """
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError(
-            "allreduce_gradients makes an optax transformation, and optax is not installed: pip install optax. "
-            "Without it, call jax_ring.sync_gradients."
-        ) from error
+    optax = _optax()
     name = "allreduce_gradients"
     reduction = Reduction.of(name, options)
     check_axis_name(name, axis_name)
     check_every(name, check_replicas)
-    if error_feedback and reduction.wire == UNCHANGED:
-        raise ValueError(
-            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
-            "say, wire=jnp.bfloat16."
-        )
+    _check_feedback(error_feedback, reduction)
 
     def synced(now, updates, state, params, residual=None):
         """Reduced gradients, and the state with its step advanced."""
@@ -142,6 +132,25 @@ def allreduce_gradients(
         return reduced.tree, own if check_replicas is None else state._replace(inner=own)
 
     return optax.GradientTransformation(init, update)
+
+
+def _optax() -> Any:
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError(
+            "allreduce_gradients makes an optax transformation, and optax is not installed: pip install optax. "
+            "Without it, call jax_ring.sync_gradients."
+        ) from error
+    return optax
+
+
+def _check_feedback(error_feedback: bool, reduction: Reduction) -> None:
+    if error_feedback and reduction.wire == UNCHANGED:
+        raise ValueError(
+            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
+            "say, wire=jnp.bfloat16."
+        )
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:

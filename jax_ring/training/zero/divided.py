@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import axes_of, check_named
+from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.options import path_text
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sync import is_float0
@@ -86,13 +86,10 @@ def divided_layout(tx: optax.GradientTransformation, *, reduction: Reduction) ->
         return updates, vary(state, axis_name)
 
     def specs(params):
-        return jax.tree.map(spec, jax.eval_shape(tx.init, _unpadded(params)))
+        return _specs(jax.eval_shape(tx.init, _unpadded(params)), axis_name)
 
     def param_specs(params):
-        return jax.tree.map(spec, _unpadded(params))
-
-    def spec(x):
-        return PartitionSpec(*[None] * (x.ndim - 1), axis_name) if x.ndim else PartitionSpec()
+        return _specs(_unpadded(params), axis_name)
 
     def repartition(state, shards, num_ranks):
         like = _unpadded(shards)
@@ -146,6 +143,13 @@ def checked_shards(tree: Any, reduction: Reduction) -> Any:
                     "Shards of another number of ranks, num_shards or order have to pass through `repartition` first."
                 )
     return tree
+
+
+def _specs(types: Any, axis_name: AxisName) -> Any:
+    """PartitionSpecs of vectors, which may be stacked, and of scalars."""
+    return jax.tree.map(
+        lambda x: PartitionSpec(*[None] * (x.ndim - 1), axis_name) if x.ndim else PartitionSpec(), types
+    )
 
 
 def _unpadded(params: Any) -> Any:
