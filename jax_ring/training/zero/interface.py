@@ -39,7 +39,8 @@ class ShardedOptimizer(NamedTuple):
       init: (params) -> this rank's state.
       update: (gradients, state, params) -> (updates of all parameters, the same on all ranks; this rank's state).
       specs: (params) -> the PartitionSpecs of the state, for `in_specs` and `out_specs`.
-      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks, at least one.
+      repartition: (state, params, num_ranks) -> the state, sharded over that many ranks, at least one. On a mesh
+        with explicit axes every device has all of it until you place it; so with `unsharded`.
       unsharded: (state, params) -> the state as `tx` itself has it, with the tree of `tx.init(params)`, for functions
         that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
@@ -165,10 +166,7 @@ def padded(vector: jax.Array, multiple: int) -> jax.Array:
 
 
 def on_all_devices(tree: Any) -> Any:
-    """Global arrays, of which every device has the whole where the types say how they are divided.
-
-    There, with the explicit axes of `jax.make_mesh`, JAX refuses to cut a dimension that is divided.
-    """
+    """Replicates global arrays of a mesh with explicit axes: there JAX refuses to cut a dimension that is divided."""
 
     def replicated(x):
         sharding = jax.typeof(x).sharding

@@ -159,7 +159,7 @@ class _Layout:
         else:
             run = implementation("sharded_optimizer", self.reduction.impl, self.reduction.overlap)
             whole = blocks.unpack_all(run.all_gather(updates, self.axis_name))
-            updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(len(whole))])
+            updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
         shared = self.separated(common.compute_shared(traced.new_states(plan.shared)))
         return updates, plan.pack_state(shared, own)
 
