@@ -439,6 +439,13 @@ def called_function(lowering_context, call):
     return lowering_context.module_context.symbol_table[name].operation
 
 
+def unconstrained(value):
+    """A value before constraints on its sharding: JAX 0.12 adds one where the mesh has explicit axes."""
+    while isinstance(value, _ir.OpResult) and value.owner.operation.name == "sdy.sharding_constraint":
+        value = value.owner.operation.operands[0]
+    return value
+
+
 def new_function(lowering_context, name: str, operand_types: list, result_types: list):
     """A private function of the module without a body; renamed if the name is taken."""
     module = lowering_context.module_context

@@ -78,6 +78,7 @@ def _callee(call: ir.Operation) -> str:
 
 def _type_in_shard_map(value: ir.Value) -> ir.Type | None:
     """A shard_map result's type on one device; None for other values."""
+    value = _compat.unconstrained(value)
     if not isinstance(value, ir.OpResult) or value.owner.operation.name != "sdy.manual_computation":
         return None
     end = _operations(value.owner.operation.regions[0].blocks[0])[-1]

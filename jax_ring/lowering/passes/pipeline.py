@@ -6,6 +6,7 @@ from functools import partial
 import jax
 from jax.extend.mlir import ir
 
+from jax_ring import _compat
 from jax_ring.lowering.hlo import hook
 from jax_ring.lowering.override_state import enabled
 from jax_ring.lowering.passes import (
@@ -32,7 +33,8 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
     if state.rounded_sums:
         fold_casts.drop_redundant_casts(state)
     if state.calls:
-        owners = [value.owner.operation for value in results if isinstance(value, ir.OpResult)]
+        values = map(_compat.unconstrained, results)
+        owners = [value.owner.operation for value in values if isinstance(value, ir.OpResult)]
         # A mesh of one rank has no such operation.
         if owners and (body := owners[0]).name == "sdy.manual_computation":
             joined = combiner.Joined([], {})
