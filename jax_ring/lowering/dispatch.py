@@ -26,7 +26,7 @@ def lowering_key(ctx, params: dict) -> tuple:
         ctx.primitive,
         *params.items(),
         *[(aval.shape, aval.dtype) for aval in ctx.avals_in],
-        platforms_of(ctx),
+        ctx.platforms and tuple(ctx.platforms),  # None: those of the module
         ctx.module_context.axis_context,
         _compat.stream_of(ctx),
         state_of(ctx).digest,

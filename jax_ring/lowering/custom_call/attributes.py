@@ -43,28 +43,23 @@ def of_operation(
     target: str, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], shared_buffers: Collection[tuple[int, int]]
 ) -> dict[str, ir.Attribute]:
     """All but CONFIG. types: of the results. shared_buffers: as of `aliases`."""
+    ranks = [[ir.RankedTensorType(each).rank for each in group] for group in (operand_types, types)]
+    layouts: dict[int, ir.Attribute] = {}
+    for rank in {*ranks[0], *ranks[1]}:
+        dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()  # fastest first
+        layouts[rank] = ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
     attributes = {
         "call_target_name": ir.StringAttr.get(target),
         "has_side_effect": ir.BoolAttr.get(False),
         "backend_config": ir.StringAttr.get(""),
         "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1),
         "called_computations": ir.ArrayAttr.get([]),
-        "operand_layouts": _layouts(operand_types),
-        "result_layouts": _layouts(types),
+        "operand_layouts": ir.ArrayAttr.get([layouts[rank] for rank in ranks[0]]),
+        "result_layouts": ir.ArrayAttr.get([layouts[rank] for rank in ranks[1]]),
     }
     if shared_buffers:
         attributes["output_operand_aliases"] = aliases(shared_buffers, len(types))
     return attributes
-
-
-def _layouts(types: Sequence[ir.Type]) -> ir.ArrayAttr:
-    """Layouts of arrays of these types: dimensions, fastest first."""
-    ranks = [ir.RankedTensorType(each).rank for each in types]
-    by_rank: dict[int, ir.Attribute] = {}
-    for rank in set(ranks):
-        dimensions: Any = np.arange(rank, dtype=np.int64)[::-1].copy()
-        by_rank[rank] = ir.DenseIntElementsAttr.get(dimensions, type=ir.IndexType.get())
-    return ir.ArrayAttr.get(list(map(by_rank.__getitem__, ranks)))
 
 
 def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:

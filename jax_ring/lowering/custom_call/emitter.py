@@ -141,8 +141,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     )
     # Drop explicit mesh axes: whether they allow a reshape no longer matters.
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals_out]
-    module = ctx.module_context
-    types = [_compat.once(ctx, ("type", aval), mlir.aval_to_ir_type, module, aval) for aval in plain]
+    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in plain]
     return _Engine(stream, known, types, _may_alias(call, len(avals_in), slots))
 
 
