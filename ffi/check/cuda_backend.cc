@@ -97,6 +97,7 @@ class CudaBackend final : public Backend {
 
   double run(const std::vector<Work>& ranks, LaunchMode how, int repeats) override {
     check(cudaSetDevice(ranks.at(0).device), "cudaSetDevice");
+    memory_->warm_up(ranks[0].device);
     return how == LaunchMode::together ? run_together(ranks, repeats)
                                        : run_on_streams(ranks, how == LaunchMode::graphs, repeats);
   }

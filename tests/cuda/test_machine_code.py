@@ -30,6 +30,8 @@ FENCES = {algorithm: posts + 1 for algorithm, posts in POSTS.items()}
 # code that runs only after a failure. With parameters that are not constants there are several hundred.
 MOST_GENERIC_LOADS = 60
 
+MEMORY_ACCESS = r"(LD|ST|LDG|STG|ATOM|ATOMG|RED|REDG|MULTIMEM)\b"
+
 
 def kernels_file():
     named = os.environ.get("JAX_RING_KERNELS")
@@ -128,6 +130,18 @@ def test_nothing_spills():
 def test_parameters_are_constants():
     # Strong loads are those of flags.
     assert not failing(lambda kernel: (n := kernel.count(r"LD\.E(?!\S*STRONG)")) > MOST_GENERIC_LOADS and n)
+
+
+def test_kernels_for_hopper_wait_for_their_stream():
+    # They are launched early. Nothing is read or written before the wait.
+    def wrong(kernel):
+        waits = [i for i, each in enumerate(kernel.instructions) if each.startswith("ACQBULK")]
+        if int(kernel.arch.removeprefix("sm_").rstrip("af")) < 90:
+            return waits
+        accesses = [i for i, each in enumerate(kernel.instructions) if re.match(MEMORY_ACCESS, each)]
+        return len(waits) != 1 or waits[0] > min(accesses)
+
+    assert not failing(wrong)
 
 
 def test_packs_are_loaded_in_one_piece():

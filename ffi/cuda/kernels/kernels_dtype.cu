@@ -4,14 +4,23 @@
 namespace jax_ring::gpu {
 namespace {
 
+// Waits until the stream's earlier kernels have ended: see launch().
+__device__ __forceinline__ void await_stream() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // One CTA per SM: with more, a thread would get 64 registers, which are too few.
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) collective_kernel(const __grid_constant__ Call call) {
+  await_stream();
   run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{});
 }
 
 template <class Element, class Op, Algorithm kAlgorithm>
 __global__ void __launch_bounds__(kThreadsPerCta, 1) tree_kernel(const __grid_constant__ Call call) {
+  await_stream();
   run_team<Element, Op, kAlgorithm>(call.self, call.message, call.plan, blockIdx.x, Cta{}, TreeTerms{call.tree});
 }
 

@@ -73,7 +73,7 @@ TEST_F(Failures, ALaunchThatFails) {
     Call call({members()}, 1);
     Program program(0, *gpus_, {&call});
     program.warm_up();
-    Machine::instance().fail("cudaLaunchKernel", cudaErrorLaunchOutOfResources);
+    Machine::instance().fail("cudaLaunchKernelExC", cudaErrorLaunchOutOfResources);
     const std::vector<std::string> errors = program.run();
     EXPECT_TRUE(says(errors[0] + errors[1], "cudaErrorLaunchOutOfResources"));
     call.clear_results();
@@ -93,7 +93,7 @@ TEST_F(Failures, AFirstLaunchThatFails) {
   {
     Call call({members()}, 1);
     Program program(0, *gpus_, {&call});
-    Machine::instance().fail("cudaLaunchKernel", cudaErrorLaunchOutOfResources, 1, 1);
+    Machine::instance().fail("cudaLaunchKernelExC", cudaErrorLaunchOutOfResources, 1, 1);
     for (const std::string& error : program.run()) EXPECT_TRUE(says(error, "cudaErrorLaunchOutOfResources"));
   }
   engine().reset();

@@ -170,6 +170,16 @@ TEST_F(Faults, ExecuteAsksNobody) {
   EXPECT_EQ(machine.num_calls("cudaStreamSynchronize"), waits + 5 * 2) << "besides XLA's own";
 }
 
+TEST_F(Faults, KernelsForOlderGpusStartAfterTheirStreamsEarlierWork) {
+  Hardware hardware{2};
+  hardware.ptx_version = 80;
+  start(hardware);
+  Call call(spec(members()), 1);
+  Program program(0, *gpus_, {&call});
+  program.warm_up();
+  program.run_and_check();
+}
+
 // ---- Compiling
 
 TEST_F(Faults, CompilingAloneTouchesNoGpuAndNoStore) {

@@ -78,7 +78,7 @@ TEST_F(Nvtx, EachLaunchHasARangeWithTheNameOfItsCall) {
   program.run_and_check();
   expect_ranges(2, what.call);
   // A failing launch ends its range as well. The other GPU may not come so far.
-  Machine::instance().fail("cudaLaunchKernel", cudaErrorLaunchOutOfResources, 2);
+  Machine::instance().fail("cudaLaunchKernelExC", cudaErrorLaunchOutOfResources, 2);
   for (const std::string& error : program.run()) EXPECT_NE(error, "");
   expect_ranges(3, what.call);
 }

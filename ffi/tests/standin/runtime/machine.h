@@ -27,6 +27,7 @@ struct Hardware {
   unsigned seed = 0;        // of random delays; 0: none
   // Whether memory, loading and graphs wait for all kernels of the process, as the driver's lock may make them do.
   bool driver_waits_for_kernels = false;
+  int ptx_version = 90;       // of the kernels' code: from 90 on they wait for their stream themselves
   bool has_multicast = true;  // whether an NVSwitch joins the GPUs
 };
 

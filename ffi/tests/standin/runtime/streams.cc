@@ -204,19 +204,26 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   return cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3, void** arguments, size_t, cudaStream_t stream) {
+// Nothing starts before the stream's earlier work has ended, whatever the attributes allow: only that they are right is
+// checked.
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void** arguments) {
   Machine& machine = Machine::instance();
-  const cudaError_t error = machine.enter("cudaLaunchKernel");
+  const cudaStream_t stream = config->stream;
+  const cudaError_t error = machine.enter("cudaLaunchKernelExC");
   if (error != cudaSuccess) return Machine::leave(error);
   if (is_legacy(stream)) {
     machine.violate("a kernel on the legacy stream");
     return Machine::leave(cudaErrorInvalidResourceHandle);
   }
-  if (stream->gpu != required_gpu("cudaLaunchKernel")) return Machine::leave(cudaErrorInvalidResourceHandle);
+  if (stream->gpu != required_gpu("cudaLaunchKernelExC")) return Machine::leave(cudaErrorInvalidResourceHandle);
+  if ((config->numAttrs == 1) != (machine.hardware().ptx_version >= 90)) {
+    machine.violate(config->numAttrs == 1 ? "an early launch of a kernel that does not wait for its stream"
+                                          : "no early launch of a kernel that waits for its stream");
+  }
   machine.check_loaded_together(kernel);
-  load(kernel, stream->gpu, "cudaLaunchKernel of a kernel that is not loaded");
+  load(kernel, stream->gpu, "cudaLaunchKernelExC of a kernel that is not loaded");
   BoundKernel bound = bind_kernel(kernel, arguments);
-  const auto run = [call = std::move(bound.call), blocks = grid.x, &machine] {
+  const auto run = [call = std::move(bound.call), blocks = config->gridDim.x, &machine] {
     machine.kernel_started();
     run_grid(call, blocks, machine.hardware());
     machine.kernel_ended();
@@ -230,6 +237,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
   if (error != cudaSuccess) return Machine::leave(error);
   load(kernel, required_gpu("cudaFuncGetAttributes"), "cudaFuncGetAttributes");
   *attributes = {};
+  attributes->ptxVersion = Machine::instance().hardware().ptx_version;
   return cudaSuccess;
 }
 
