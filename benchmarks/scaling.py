@@ -47,7 +47,7 @@ def table(rows: list[dict]) -> str:
     for (size, name), curve in by_message.items():
         times = dict(curve)
         cells = [
-            "" if p not in times else "noise" if times[p].low <= 0 else f"{times[p].value:.3g}"
+            "" if p not in times else "noise" if times[p].low <= 0 else f"{float(f'{times[p].value:.3g}'):g}"
             for p in ranks
         ]  # fmt: skip
         lines.append(f"| {size_name(size)}, {name} | {' | '.join(cells)} |")
