@@ -33,12 +33,6 @@ def lowering_key(ctx, params: dict) -> tuple:
     )
 
 
-def groups_of(ctx, axes, axis_index_groups) -> tuple[tuple[int, ...], ...]:
-    """The call's groups of mesh positions, in rank order."""
-    key = (ctx.module_context.axis_context, axes, axis_index_groups)
-    return _compat.once(ctx, ("groups", *key), replica_groups, *key)
-
-
 def symbolic_shapes(ctx) -> list[str]:
     """Operand shapes with symbolic dimensions, in a program of `jax.export`."""
     return [f"({', '.join(map(str, aval.shape))})" for aval in ctx.avals_in if set(map(type, aval.shape)) - {int}]

@@ -8,7 +8,7 @@ from functools import partial
 from jax_ring import _compat, runtime
 from jax_ring.lowering import kinds, ragged, rules
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.dispatch import groups_of, lowering_key, platforms_of, service_of
+from jax_ring.lowering.dispatch import lowering_key, platforms_of, replica_groups, service_of
 from jax_ring.lowering.override_state import enabled
 from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_dynamic_broadcast_to_sum
 from jax_ring.options import Options
@@ -116,7 +116,7 @@ def _with_params(call: CallSpec, ctx, axes: tuple, params: dict) -> CallSpec:
     # Normalized: equal calls get equal keys and are combined.
     index_groups = params.get("axis_index_groups")
     index_groups = index_groups and tuple(tuple(map(operator.index, group)) for group in index_groups)
-    groups = groups_of(ctx, axes, index_groups)
+    groups = replica_groups(ctx.module_context.axis_context, axes, index_groups)
     size = len(groups[0])
     of_kind = _compat.params_from_lax(ctx.primitive, params)
     if call.kind is kinds.ALL_TO_ALL:

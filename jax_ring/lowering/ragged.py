@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import groups_of, platforms_of, service_of
+from jax_ring.lowering.dispatch import platforms_of, replica_groups, service_of
 from jax_ring.lowering.kinds import ALL_GATHER, RAGGED_ALL_TO_ALL
 from jax_ring.lowering.rules import WIDENED, note_fallback
 from jax_ring.lowering.xla import fallback, ops
@@ -28,7 +28,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
       NotImplementedError: without an engine, under `JAX_RING_STRICT=1`.
     """
     call = call._replace(**params)
-    call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
+    call = call._replace(groups=replica_groups(ctx.module_context.axis_context, call.axes, call.axis_index_groups))
     size = len(call.groups[0])
 
     def by_gather(*xs):

@@ -11,7 +11,7 @@ from jax_ring import _compat, runtime
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import groups_of, lowering_key, platforms_of, service_of, symbolic_shapes
+from jax_ring.lowering.dispatch import lowering_key, platforms_of, replica_groups, service_of, symbolic_shapes
 from jax_ring.lowering.hierarchical import other_collectives, ranks_by_host, wait_markers
 from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE_SCATTER
 from jax_ring.lowering.xla import fallback, ops, tree_fallback
@@ -53,13 +53,7 @@ def prepare(call: CallSpec, ctx, params: dict) -> Emit:
     """How such calls are emitted, for any operands of the current types. params: of the primitive."""
     runtime.refuse_in_child(call.function)
     call = call._replace(**params)
-    call = call._replace(groups=groups_of(ctx, call.axes, call.axis_index_groups))
-    if call.adds_along_tree and (shapes := symbolic_shapes(ctx)):
-        raise NotImplementedError(
-            f"{call.function}(..., order='tree') over {call.axes} of the symbolic shape {shapes[0]}: no engine serves "
-            "it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or with "
-            "order='rank'."
-        )
+    call = call._replace(groups=replica_groups(ctx.module_context.axis_context, call.axes, call.axis_index_groups))
     if call.options.num_shards is None or trees.num_slots(call.groups, call.options) != 1:
         return _prepare_operands(call, ctx)
     emit = _prepare_operands(call, _without_slots(ctx))
@@ -98,6 +92,12 @@ def _prepare_operands(call: CallSpec, ctx) -> Emit:
 def _prepare_by_xla(call: CallSpec, ctx) -> Emit:
     """The same without an engine."""
     if call.adds_along_tree:
+        if shapes := symbolic_shapes(ctx):
+            raise NotImplementedError(
+                f"{call.function}(..., order='tree') over {call.axes} of the symbolic shape {shapes[0]}: no engine "
+                "serves it, and the blocks that XLA would exchange need static shapes. Export with static shapes, or "
+                "with order='rank'."
+            )
         emit_tree = _prepare_widened(ctx, lambda ctx: partial(tree_fallback.emit, call))
 
         def emit_by_xla(ctx, operands):

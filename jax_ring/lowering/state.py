@@ -28,7 +28,9 @@ class LoweringState:
 
     Attributes:
       calls: to engines, by attributes, as JAX copies operations.
-      call_sites: their lines, by what they compute.
+      call_sites: their lines, by what they compute; None before there are two.
+      unsettled: calls that `call_sites` lacks, with their lines.
+      callers: the only caller of a function, by body.
       lanes: by GPU stream.
       functions_on_streams: functions of one operation on a stream.
       joined_functions: whose calls are joined.
@@ -41,6 +43,8 @@ class LoweringState:
 
     calls: "dict[ir.Attribute, Call]" = field(default_factory=dict)
     call_sites: "Table | None" = None
+    unsettled: list[tuple[ir.Operation, tuple[str, ...]]] = field(default_factory=list)
+    callers: dict[ir.Block, ir.Operation] = field(default_factory=dict)
     lanes: Numbers = field(default_factory=Numbers)
     functions_on_streams: set[str] = field(default_factory=set)
     joined_functions: set[str] = field(default_factory=set)

@@ -92,7 +92,7 @@ def build(
     """
     aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Separate, because calls on different lines otherwise have the same attributes.
-    of_line = _compat.once(ctx, ("config", call, aliases), _config, ctx, call, aliases)
+    of_line = _compat.once(ctx, ("config", call, aliases), _config, call, aliases)
     of_types = _compat.once(
         ctx, ("operation", call.target, call.num_own, aliases, operand_types, *types),
         _attributes, call, operand_types, types, aliases,
@@ -105,13 +105,12 @@ def build(
     return operation
 
 
-def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
+def _config(call: Call, aliases: Aliases) -> ir.DictAttr:
     """Attributes for the handler."""
-    of_kind = _compat.once(ctx, ("entries", call.shared), named, call.shared)
-    names: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description), "site": site_of(call.lines)}
+    more: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description)}
     if call.num_own is not None:
-        names[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
-    return ir.DictAttr.get({**dict(of_kind), **names})
+        more[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
+    return config(call.shared, " and ".join(call.lines), **more)  # until equal calls are known
 
 
 def _attributes(
@@ -123,14 +122,9 @@ def _attributes(
     return attributes
 
 
-def config(shared: ir.DictAttr, **more: ir.Attribute) -> ir.DictAttr:
-    """A call's attributes, some replaced or added."""
-    return ir.DictAttr.get({**dict(named(shared)), **more})
-
-
-def site_of(lines: Lines) -> ir.StringAttr:
-    """The attribute `site` of these lines, before equal calls are known."""
-    return ir.StringAttr.get(" and ".join(lines))
+def config(shared: ir.DictAttr, site: str, **more: ir.Attribute) -> ir.DictAttr:
+    """A call's attributes with these lines of the user, and some replaced or added."""
+    return ir.DictAttr.get({**dict(named(shared)), "site": ir.StringAttr.get(site), **more})
 
 
 def compared(operation: ir.Operation) -> tuple:

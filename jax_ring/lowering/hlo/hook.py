@@ -174,8 +174,8 @@ class _Program(NamedTuple):
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
-            site = operation.site_of((self._site_of(instruction),))
-            return str(operation.config(shared, call=ir.StringAttr.get(described), site=site))
+            site = self._site_of(instruction)
+            return str(operation.config(shared, site, call=ir.StringAttr.get(described)))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds a call's computations across hosts; returns the callee's id."""

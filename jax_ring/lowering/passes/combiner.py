@@ -11,7 +11,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 from jax.extend.mlir import ir
 
@@ -28,26 +27,17 @@ COMBINE_THRESHOLD_BYTES = 25 << 20
 COMBINE_THRESHOLD_COUNT = 256
 
 
-class Joined(NamedTuple):
-    """The calls in a shard_map's body and its functions.
+def join(ctx, state: LoweringState, parent: ir.Operation, left: list[ir.Operation]) -> None:
+    """Joins the calls in the body of a lowered shard_map, or of an operation or function within.
 
-    Attributes:
-      calls: in program order.
-      callers: the only caller of a function, by body.
+    left: receives the calls then, in program order.
     """
-
-    calls: list[ir.Operation]
-    callers: dict[ir.Block, ir.Operation]
-
-
-def join(ctx, state: LoweringState, parent: ir.Operation, joined: Joined) -> None:
-    """Joins the calls in the body of a lowered shard_map, or of an operation or function within."""
     for region in parent.regions:
         for block in region:
-            _join_block(ctx, state, block, joined)
+            _join_block(ctx, state, block, left)
 
 
-def _join_function(ctx, state: LoweringState, caller: ir.Operation, joined: Joined) -> None:
+def _join_function(ctx, state: LoweringState, caller: ir.Operation, left: list[ir.Operation]) -> None:
     """Joins the calls in a called function, once."""
     name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
     if name in state.joined_functions:
@@ -55,11 +45,11 @@ def _join_function(ctx, state: LoweringState, caller: ir.Operation, joined: Join
     state.joined_functions.add(name)
     function = _compat.called_function(ctx, caller)
     if name in state.functions_on_streams:
-        joined.callers[function.regions[0].blocks[0]] = caller
-    join(ctx, state, function, joined)
+        state.callers[function.regions[0].blocks[0]] = caller
+    join(ctx, state, function, left)
 
 
-def _join_block(ctx, state: LoweringState, block: ir.Block, joined: Joined) -> None:
+def _join_block(ctx, state: LoweringState, block: ir.Block, left: list[ir.Operation]) -> None:
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
     exchanged: dict[int, ir.Operation] = {}
@@ -73,32 +63,34 @@ def _join_block(ctx, state: LoweringState, block: ir.Block, joined: Joined) -> N
             call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
             if call is not None:
                 calls[i] = call
-        elif exchanges.is_one(op):
+        elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
             exchanged[i] = op
         elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
             # The calls in a nested shard_map have been joined already.
-            inner = Joined([], joined.callers)
-            (_join_function if name == "func.call" else join)(ctx, state, op, inner)
-            within[i] = inner.calls
-    left = _join_calls(ctx, operations, calls, exchanged)
-    for i in sorted([*left, *within]):
-        joined.calls.extend([left[i]] if i in left else within[i])
+            within[i] = []
+            (_join_function if name == "func.call" else join)(ctx, state, op, within[i])
+    of_block = {i: operations[i] for i in calls}
+    if len(calls) + len(exchanged) > 1:
+        _join_calls(ctx, operations, calls, exchanged, of_block)
+    for i in sorted([*of_block, *within]):
+        left.extend([of_block[i]] if i in of_block else within[i])
 
 
 def _join_calls(
-    ctx, operations: Sequence[ir.Operation], calls: dict[int, Call], exchanged: dict[int, ir.Operation]
-) -> dict[int, ir.Operation]:
-    """Joins a block's calls and exchanges; returns the calls left."""
-    left = {i: operations[i] for i in calls}
-    if len(calls) + len(exchanged) < 2:
-        return left
+    ctx,
+    operations: Sequence[ir.Operation],
+    calls: dict[int, Call],
+    exchanged: dict[int, ir.Operation],
+    left: dict[int, ir.Operation],
+) -> None:
+    """Joins a block's calls and exchanges, and removes those calls that others replace from `left`."""
     elements = functools.cache(_elements)  # many calls share a few types
     keys: dict[int, Hashable] = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
     keys.update({i: exchanges.key(op) for i, op in exchanged.items()})
     count = Counter(keys.values())
     keys = {i: key for i, key in keys.items() if count[key] > 1}
     if not keys:
-        return left
+        return
     first, last = min(keys), max(keys)
     flow = dataflow.Flow(operations[first : last + 1])
     candidates = {}
@@ -109,7 +101,7 @@ def _join_calls(
         candidates[i - first] = key, len(op.results), size, limit
     groups = dataflow.choose_groups(flow, candidates, max_count=COMBINE_THRESHOLD_COUNT)
     if not groups:
-        return left
+        return
     first_of = dataflow.equal_values(operations[:last])
 
     def build(group: Sequence[int]) -> list[ir.Operation]:
@@ -127,7 +119,6 @@ def _join_calls(
                 _erase(left.pop(i), calls[i])
         if first + group[-1] in calls:
             (left[first + group[-1]],) = new[group[-1]]
-    return left
 
 
 def _key(op: ir.Operation, call: Call, elements: Callable) -> Hashable:

@@ -29,9 +29,7 @@ def _bytes_leaving(num_groups: int, num_hosts: int, bytes_to_each: int) -> int:
 
 
 def is_one(op: ir.Operation) -> bool:
-    """Whether it is an all-to-all of integers, in blocks along the first dimension, that `wait_markers` encloses."""
-    if op.name != "stablehlo.all_to_all":
-        return False
+    """Whether an all-to-all is of integers, in blocks along the first dimension, and `wait_markers` encloses it."""
     marker, of_operand = op.operands[0].owner, ir.RankedTensorType(op.operands[0].type)
     return (
         not isinstance(marker, ir.Block)

@@ -37,9 +37,9 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
         owners = [value.owner.operation for value in values if isinstance(value, ir.OpResult)]
         # A mesh of one rank has no such operation.
         if owners and (body := owners[0]).name == "sdy.manual_computation":
-            joined = combiner.Joined([], {})
-            combiner.join(ctx, state, body, joined)
-            source_lines.settle(state, joined.calls, joined.callers)
+            calls: list[ir.Operation] = []
+            combiner.join(ctx, state, body, calls)
+            source_lines.settle(state, calls)
             if state.may_leave_out:
                 exit_barrier.end(ctx, body, params)
     return results

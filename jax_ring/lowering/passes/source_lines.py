@@ -27,25 +27,21 @@ _MAX_LINES_OF_CALL = 4
 def write(ctx, results, description: str) -> None:
     """Writes `site` of a call other than to the engines, just emitted."""
     call = results[0].owner.operation
-    shared, lines = ir.DictAttr(call.attributes[CONFIG]), (state_of(ctx).site or _compat.call_site(ctx),)
-    call.attributes[CONFIG] = operation.config(shared, site=operation.site_of(lines))
+    shared, line = ir.DictAttr(call.attributes[CONFIG]), state_of(ctx).site or _compat.call_site(ctx)
+    call.attributes[CONFIG] = operation.config(shared, line)
     target = runtime.BETWEEN_HOSTS_TARGET
-    known = Call(target, shared, description, lines, num_hidden=1, itemsize=0, joins=False)
+    known = Call(target, shared, description, (line,), num_hidden=1, itemsize=0, joins=False)
     operation.note(state_of(ctx), call.attributes[CONFIG], known)
 
 
-def settle(state: LoweringState, calls: list[ir.Operation], callers: dict[ir.Block, ir.Operation]) -> None:
-    """Writes `site` of all calls in a lowered shard_map's body.
-
-    callers: the only caller of a function, by body.
-    """
-    table = state.call_sites = state.call_sites or Table()
-    table.callers.update(callers)
-    table.pending += [(call, state.calls[call.attributes[CONFIG]].lines) for call in calls]
+def settle(state: LoweringState, calls: list[ir.Operation]) -> None:
+    """Writes `site` of all calls in a lowered shard_map's body."""
+    state.unsettled += [(call, state.calls[call.attributes[CONFIG]].lines) for call in calls]
     if len(state.calls) > 1:  # else all calls of the module name the same line
-        for call, lines in table.pending:
-            table.add(state, call, lines)
-        table.pending.clear()
+        state.call_sites = state.call_sites or Table(state.callers)
+        for call, lines in state.unsettled:
+            state.call_sites.add(state, call, lines)
+        state.unsettled.clear()
 
 
 class _Together:
@@ -65,12 +61,12 @@ class _Together:
         self._write(state, self.calls if is_news else [(call, lines)])
 
     def _write(self, state: LoweringState, calls: list[tuple[ir.Operation, Lines]]) -> None:
-        site = ir.StringAttr.get(_text(list(self._places)))
+        site = _text(list(self._places))
         for call, lines in calls:
             written = call.attributes[CONFIG]
-            if ir.DictAttr(written)["site"] != site:
+            if ir.StringAttr(ir.DictAttr(written)["site"]).value != site:
                 known = state.calls[written]
-                call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site=site)
+                call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site)
                 operation.note(state, call.attributes[CONFIG], known._replace(lines=lines))
 
 
@@ -81,13 +77,12 @@ class Table:
     the table; a reference back would make a cycle, which lives on for a while with all devices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, callers: dict[ir.Block, ir.Operation]) -> None:
         self._numbers = Numbers()
         self._values: dict[ir.Value, int] = {}
         self._alike: dict[int, _Together | None] = {}  # by attributes and types; None: distinguish by expression
         self._equal: defaultdict[int, _Together] = defaultdict(_Together)  # by expression
-        self.callers: dict[ir.Block, ir.Operation] = {}  # functions with one caller, by body
-        self.pending: list[tuple[ir.Operation, Lines]] = []  # calls not yet added
+        self._callers = callers
 
     def add(self, state: LoweringState, call: ir.Operation, lines: Lines) -> None:
         types = tuple([value.type for value in (*call.operands, *call.results)])
@@ -131,8 +126,8 @@ class Table:
             return operation, list(operation.operands)
         index, block = ir.BlockArgument(value).arg_number, ir.BlockArgument(value).owner
         owner = block.owner.operation
-        if block in self.callers:
-            return owner, [self.callers[block].operands[index]]
+        if block in self._callers:
+            return owner, [self._callers[block].operands[index]]
         if owner.name == "sdy.manual_computation":
             return owner, [owner.operands[index]]
         return owner, [] if owner.name == "func.func" else list(owner.operands)
@@ -141,7 +136,7 @@ class Table:
         if isinstance(value, ir.OpResult):
             return "result", value.result_number, self._operation_on(origin, inputs)
         index = ir.BlockArgument(value).arg_number
-        if ir.BlockArgument(value).owner in self.callers:
+        if ir.BlockArgument(value).owner in self._callers:
             return "passed", self._values[inputs[0]]
         if origin.name == "sdy.manual_computation":  # the body of a shard_map
             return "shard", value.type, self._values[inputs[0]]
@@ -154,10 +149,10 @@ class Table:
         path: list[Hashable] = []
         block = ir.InsertionPoint(call).block
         while (owner := block.owner.operation).name not in ("func.func", "sdy.manual_computation") or (
-            block in self.callers
+            block in self._callers
         ):
-            if block in self.callers:
-                owner = self.callers[block]
+            if block in self._callers:
+                owner = self._callers[block]
             else:
                 path.append((self._operation(owner), [region == block.region for region in owner.regions].index(True)))
             block = ir.InsertionPoint(owner).block
