@@ -1,6 +1,6 @@
 """The functions for outside of `shard_map`, on a mesh of explicit axes, which is what `jax.make_mesh` returns."""
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,13 @@ RANKS = 4
 PARAMS = {"w": np.arange(333, dtype=np.float32).reshape(37, 9), "half": np.ones(300, jnp.bfloat16), "s": np.float32(2)}
 
 
-def started(axis_type, *, stage, **options):
+OPTIONS = {"flat": {}, "tree": {"order": "tree", "num_shards": 12}, "parameter": {"layout": "parameter"}}
+
+
+@functools.cache
+def started(axis_type, stage, options):
     """An optimizer, its state after a step, and its parameters, or shards of them."""
-    optimizer = zero.sharded_optimizer(optax.adam(0.5), "data", stage=stage, **options)
+    optimizer = zero.sharded_optimizer(optax.adam(0.5), "data", stage=stage, **OPTIONS[options])
     is_divided = stage == 3
 
     def step():
@@ -35,9 +39,7 @@ def started(axis_type, *, stage, **options):
 
 
 @pytest.mark.parametrize(("num_ranks", "jit"), [(3, False), (RANKS, False), (3, True)], ids=["3", "4", "jit"])
-@pytest.mark.parametrize(
-    "options", [{}, {"order": "tree", "num_shards": 12}, {"layout": "parameter"}], ids=["flat", "tree", "parameter"]
-)
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_as_with_axes_that_the_compiler_divides(stage, options, num_ranks, jit):
     def outside(optimizer, state, params):
@@ -46,8 +48,8 @@ def test_as_with_axes_that_the_compiler_divides(stage, options, num_ranks, jit):
 
     found = []
     for axis_type in (AxisType.Explicit, AxisType.Auto):
-        optimizer, state, params = started(axis_type, stage=stage, **options)
-        f = partial(outside, optimizer)
+        optimizer, state, params = started(axis_type, stage, options)
+        f = functools.partial(outside, optimizer)
         found.append((jax.jit(f) if jit else f)(state, params))
     assert_same_bits(*found)
 
