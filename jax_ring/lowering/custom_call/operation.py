@@ -92,12 +92,11 @@ def build(
     """
     aliases, operand_types = tuple(aliases), tuple([value.type for value in operands])
     # Separate, because calls on different lines otherwise have the same attributes.
-    of_line = _compat.once(ctx, ("config", call, aliases), _config, call, aliases)
-    of_types = _compat.once(
-        ctx, ("operation", call.target, call.num_own, aliases, operand_types, *types),
-        _attributes, call, operand_types, types, aliases,
-    )  # fmt: skip
-    attributes = {**of_types, CONFIG: of_line}
+    of_line = _compat.once(ctx, ("config", call, aliases), _config, ctx, call, aliases)
+    key = (call.target, operand_types, tuple(types), aliases)
+    attributes = {**_compat.once(ctx, ("operation", *key), of_operation, *key), CONFIG: of_line}
+    if call.num_own is not None:
+        attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=types, operands=operands, attributes=attributes, loc=location
     )
@@ -105,26 +104,18 @@ def build(
     return operation
 
 
-def _config(call: Call, aliases: Aliases) -> ir.DictAttr:
+def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
     """Attributes for the handler."""
     more: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description)}
     if call.num_own is not None:
         more[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
-    return config(call.shared, " and ".join(call.lines), **more)  # until equal calls are known
+    entries = _compat.once(ctx, ("entries", call.shared), named, call.shared)
+    return config(entries, " and ".join(call.lines), **more)  # until equal calls are known
 
 
-def _attributes(
-    call: Call, operand_types: Sequence[ir.Type], types: Sequence[ir.Type], aliases: Aliases
-) -> dict[str, ir.Attribute]:
-    attributes = of_operation(call.target, operand_types, types, aliases)
-    if call.num_own is not None:
-        attributes["sdy.sharding_rule"] = partitioned.rule(operand_types, types, call.num_own)
-    return attributes
-
-
-def config(shared: ir.DictAttr, site: str, **more: ir.Attribute) -> ir.DictAttr:
+def config(entries: Sequence[tuple[str, ir.Attribute]], site: str, **more: ir.Attribute) -> ir.DictAttr:
     """A call's attributes with these lines of the user, and some replaced or added."""
-    return ir.DictAttr.get({**dict(named(shared)), "site": ir.StringAttr.get(site), **more})
+    return ir.DictAttr.get({**dict(entries), "site": ir.StringAttr.get(site), **more})
 
 
 def compared(operation: ir.Operation) -> tuple:

@@ -175,7 +175,7 @@ class _Program(NamedTuple):
             name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
             site = self._site_of(instruction)
-            return str(operation.config(shared, site, call=ir.StringAttr.get(described)))
+            return str(operation.config(attributes.named(shared), site, call=ir.StringAttr.get(described)))
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds a call's computations across hosts; returns the callee's id."""

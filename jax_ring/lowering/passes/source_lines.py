@@ -28,7 +28,7 @@ def write(ctx, results, description: str) -> None:
     """Writes `site` of a call other than to the engines, just emitted."""
     call = results[0].owner.operation
     shared, line = ir.DictAttr(call.attributes[CONFIG]), state_of(ctx).site or _compat.call_site(ctx)
-    call.attributes[CONFIG] = operation.config(shared, line)
+    call.attributes[CONFIG] = operation.config(named(shared), line)
     target = runtime.BETWEEN_HOSTS_TARGET
     known = Call(target, shared, description, (line,), num_hidden=1, itemsize=0, joins=False)
     operation.note(state_of(ctx), call.attributes[CONFIG], known)
@@ -66,7 +66,7 @@ class _Together:
             written = call.attributes[CONFIG]
             if ir.StringAttr(ir.DictAttr(written)["site"]).value != site:
                 known = state.calls[written]
-                call.attributes[CONFIG] = operation.config(ir.DictAttr(written), site)
+                call.attributes[CONFIG] = operation.config(named(ir.DictAttr(written)), site)
                 operation.note(state, call.attributes[CONFIG], known._replace(lines=lines))
 
 
