@@ -28,8 +28,8 @@ class LoweringState:
 
     Attributes:
       calls: to engines, by attributes, as JAX copies operations.
-      call_sites: their lines, by what they compute; None before there are two.
-      unsettled: calls that `call_sites` lacks, with their lines.
+      call_sites: their lines, by what they compute; None while all name the same line.
+      unsettled: calls not yet in `call_sites`, with their lines.
       callers: the only caller of a function, by body.
       lanes: by GPU stream.
       functions_on_streams: functions of one operation on a stream.

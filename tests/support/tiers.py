@@ -72,7 +72,7 @@ FULL = [
     "launcher/test_launch.py::test_initialize_without",
     "launcher/test_launch_members.py::test_(only_the_time_since|one_that_dies_before|a_stopped_member_that_nobody)",
     "launcher/test_launch_restarts.py::test_the_death_of",
-    "launcher/test_launch_watch.py",
+    "launcher/test_launch_watch.py::test_(ranks|a_program|processes_of)",
     "watch/test_watch.py::test_no_false_alarm",
     "launcher/test_elastic_hosts.py::test_(a_stopped|one_of_two)",
     "launcher/test_schedulers.py",

@@ -83,7 +83,10 @@ def _join_calls(
     exchanged: dict[int, ir.Operation],
     left: dict[int, ir.Operation],
 ) -> None:
-    """Joins a block's calls and exchanges, and removes those calls that others replace from `left`."""
+    """Joins a block's calls and exchanges.
+
+    left: the block's calls by place, of which a joined one takes that of its last member.
+    """
     elements = functools.cache(_elements)  # many calls share a few types
     keys: dict[int, Hashable] = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
     keys.update({i: exchanges.key(op) for i, op in exchanged.items()})
