@@ -75,10 +75,10 @@ struct Identity {
 
 Identity identity_of(const CallSite& site, int group, int64_t run_id, const Message& message) {
   const CrossProcessGroup& processes = *site.groups[group];
-  const auto [run, launch] = processes.launch_ids->get(run_id);
+  const auto [index, skipped] = processes.launch_ids->get(run_id);
   const bool one_shot = is_one_shot(site, message, processes.thresholds);
   Hash hash = site.hash;
-  hash.add(run).add(launch).add(message.dtype).add(one_shot);
+  hash.add(index).add(skipped).add(message.dtype).add(one_shot);
   for (size_t count : message.counts) hash.add(count);
   return {site.number, group, run_id, hash.value(), one_shot};
 }

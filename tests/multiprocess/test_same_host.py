@@ -192,3 +192,25 @@ def test_equal_calls_in_different_orders():
     for result in results:
         for row in rows(result).values():
             assert (row == full.sum(0) * np.arange(1, num_calls + 1)[:, None]).all(), row
+
+
+@pytest.mark.jax_processes(2, devices=2, environment={"JAX_RING_TIMEOUT_S": "20"})
+def test_one_process_compiles_again():
+    """As after it has dropped its compiled programs, or JAX's cache has: the others keep theirs."""
+    from jax_ring import ring_psum
+
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    mapped = jax.jit(jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))
+    full = np.arange(jax.device_count() * 3, dtype=np.float32).reshape(-1, 3)
+    x = put(mesh, full)
+    results = [mapped(x), mapped(x)]
+    for process in range(2):
+        if jax.process_index() == process:
+            jax.clear_caches()
+        # On other lines, so that the executables differ as well.
+        results += [mapped(x) for _ in range(3)]
+    if jax.process_index() == 0:
+        jax.clear_caches()
+    results.append(mapped(x))
+    for result in results:
+        assert all((row == full.sum(0)).all() for row in rows(result).values())
