@@ -61,9 +61,6 @@ std::thread start_thread(const char* purpose, Body body) {
   }
 }
 
-// The cores available to this process's threads.
-inline int num_cores() { return static_cast<int>(std::thread::hardware_concurrency()); }
-
 template <class Body>
 void start_detached(const char* purpose, Body body) {
   start_thread(purpose, std::move(body)).detach();

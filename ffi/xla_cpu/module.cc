@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/call_failure.h"
+#include "base/cores.h"
 #include "collective/options.h"
 #include "collective/schedule.h"
 #include "cpu/fold/fold_kernels.h"
@@ -350,7 +351,7 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def(
       "spreads_ranks",
-      [](int num_ranks) { return jax_ring::cpu::Spread(jax_ring::cpu::usable_cores()).applies_to(num_ranks); },
+      [](int num_ranks) { return jax_ring::cpu::Spread(jax_ring::usable_cores()).applies_to(num_ranks); },
       "num_ranks"_a, "Whether so many ranks that wait on a pool are moved to other cores, so that each has its share.");
 
   m.def("ring_hops", &ring_hops, "rank_order"_a, "num_ranks"_a, "rank"_a, "num_chunks"_a, "lag"_a,

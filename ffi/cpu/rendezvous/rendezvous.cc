@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/cores.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/watchdog.h"
 

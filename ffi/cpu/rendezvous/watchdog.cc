@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <set>
 
+#include "base/cores.h"
 #include "base/pauses.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/completion_threads.h"

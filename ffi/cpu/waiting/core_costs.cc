@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/cores.h"
 #include "base/polling.h"
 #include "base/threads.h"
 #include "cpu/waiting/cores.h"

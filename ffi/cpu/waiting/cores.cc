@@ -7,17 +7,6 @@
 
 namespace jax_ring::cpu {
 
-std::vector<int> usable_cores() {
-  std::vector<int> cores;
-  cpu_set_t usable;
-  // Fails if the machine has too many cores for the mask. Then ranks are not spread.
-  if (sched_getaffinity(0, sizeof(usable), &usable) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &usable)) cores.push_back(core);
-  }
-  return cores;
-}
-
 int current_core() { return sched_getcpu(); }
 
 void move_to_core(int core) {

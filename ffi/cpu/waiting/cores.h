@@ -7,9 +7,6 @@
 
 namespace jax_ring::cpu {
 
-// The cores that this thread may run on.
-std::vector<int> usable_cores();
-
 // This thread's core. The system may move the thread at any time.
 int current_core();
 

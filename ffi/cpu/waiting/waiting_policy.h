@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "base/cores.h"
 #include "base/threads.h"
 #include "cpu/waiting/cores.h"
 #include "cpu/waiting/wait_mode_tuner.h"

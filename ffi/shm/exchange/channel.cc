@@ -5,12 +5,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <utility>
+
+#include "base/cores.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -254,10 +258,23 @@ void Channel::join() {
   const auto stat = read_process_stat(getpid());
   status.start_time.store(stat ? stat->start_time : 0, std::memory_order_relaxed);
   status.pid_namespace.store(pid_namespace(), std::memory_order_relaxed);
+  for (int core : usable_cores()) status.cores[core / 64].fetch_or(uint64_t{1} << core % 64, std::memory_order_relaxed);
   status.pid.store(getpid(), std::memory_order_release);
 }
 
 bool Channel::has_joined(int process) const { return area(process).status.pid.load(std::memory_order_acquire) != 0; }
+
+int Channel::num_cores() const {
+  size_t count = 0;
+  for (size_t word = 0; word < std::size(area(0).status.cores); ++word) {
+    std::bitset<64> together;
+    for (int process = 0; process < num_processes_; ++process) {
+      together |= has_joined(process) ? area(process).status.cores[word].load(std::memory_order_relaxed) : 0;
+    }
+    count += together.count();
+  }
+  return count > 0 ? static_cast<int>(count) : jax_ring::num_cores();
+}
 
 int64_t Channel::pid_of(int process) const {
   const Status& status = area(process).status;

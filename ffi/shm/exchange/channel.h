@@ -116,6 +116,8 @@ class Channel {
   void join();
   bool has_joined(int process) const;
   bool has_exited(int process) const;
+  // How many cores the processes that have joined may use together.
+  int num_cores() const;
   // Its id in this process's pid namespace; 0 if it has not joined, or is in another namespace.
   int64_t pid_of(int process) const;
 
@@ -143,6 +145,7 @@ class Channel {
   };
   struct alignas(128) Status {
     Atomic<int64_t> pid, pid_namespace, start_time;
+    std::atomic<uint64_t> cores[16];                 // a bit for each that the process may use; published by `pid`
     std::atomic<int64_t> code, kind, process, rank;  // of a CallFailure; published by `aborted`
     Atomic<uint32_t> length;
     char text[1024];

@@ -4,7 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <thread>
 #include <vector>
+
+#include "base/cores.h"
+#include "tests/support/support.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
@@ -42,6 +46,14 @@ TEST(Spread, AppliesWhereNoCoreIsToSpare) {
   EXPECT_FALSE(Spread({0, 1, 2}).applies_to(2));
   EXPECT_FALSE(Spread({0}).applies_to(2));
   EXPECT_FALSE(Spread({}).applies_to(2));
+}
+
+TEST(Cores, CountsThoseThatAThreadMayUse) {
+  EXPECT_EQ(num_cores(), static_cast<int>(usable_cores().size()));
+  std::thread([] {
+    bind_to_core(usable_cores().back());
+    EXPECT_EQ(num_cores(), 1);
+  }).join();
 }
 
 TEST(Cores, AThreadMovesAndKeepsAllCores) {

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/cores.h"
 #include "cpu/rendezvous/completion_threads.h"
 #include "cpu/rendezvous/watchdog.h"
 #include "shm/group/launch_ids.h"
@@ -454,6 +455,25 @@ TEST(Channel, SeesThatAProcessHasExited) {
   ASSERT_EQ(waitpid(child, nullptr, 0), child);
   EXPECT_TRUE(channel.has_exited(1));
   munmap(shared, bytes);
+}
+
+TEST(Channel, CountsTheCoresOfAllProcesses) {
+  const std::vector<int> usable = usable_cores();
+  for (int other : {usable.front(), usable.back()}) {
+    std::vector<unsigned char> memory(Channel::bytes(2, kSmall) + 128);
+    auto* const aligned = memory.data() + (128 - reinterpret_cast<uintptr_t>(memory.data()) % 128);
+    const auto join_on = [&](int process, int core) {
+      std::thread([&] {
+        bind_to_core(core);
+        Channel(aligned, 2, process, kSmall).join();
+      }).join();
+    };
+    Channel channel(aligned, 2, 0, kSmall);
+    EXPECT_EQ(channel.num_cores(), static_cast<int>(usable.size())) << "nobody has joined";
+    join_on(0, usable.front());
+    join_on(1, other);
+    EXPECT_EQ(channel.num_cores(), other == usable.front() ? 1 : 2);
+  }
 }
 
 TEST(Channel, TruncatesTheStatusBetweenCharacters) {

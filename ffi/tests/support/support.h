@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -40,6 +41,14 @@ constexpr int kSlowdown = 10;
 #else
 constexpr int kSlowdown = 1;
 #endif
+
+// As a container or a scheduler does.
+inline void bind_to_core(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  ASSERT_EQ(sched_setaffinity(0, sizeof(only), &only), 0);
+}
 
 // ---- Calls and waits ----------------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ using SteadyClock = model::SteadyClock;
 template <class T>
 using Atomic = model::Atomic<T>;
 
-inline int num_cores() { return 2; }
-
 template <class Body>
 void start_detached(const char*, Body body) {
   model::spawn_daemon("a detached thread", std::move(body));

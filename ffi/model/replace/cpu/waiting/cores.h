@@ -6,7 +6,6 @@
 
 namespace jax_ring::cpu {
 
-inline std::vector<int> usable_cores() { return {}; }
 inline int current_core() { return 0; }
 inline void move_to_core(int) {}
 
