@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/cores.h"
 #include "base/pauses.h"
 #include "base/polling.h"
 #include "base/threads.h"
@@ -37,8 +38,8 @@ Communicator::Communicator(Group group, Capacities capacities, std::unique_ptr<S
     : group_(std::move(group)),
       capacities_(std::move(capacities)),
       segments_(std::move(segments)),
-      oversubscribed_(group_.num_processes() > num_cores()),
-      next_round_(first_round) {}
+      next_round_(first_round),
+      oversubscribed_(group_.num_processes() > num_cores()) {}
 
 Communicator::~Communicator() {
   {
@@ -220,15 +221,17 @@ void Communicator::progress_calls() {
   }
 }
 
-// Selects the call to run: the leader's, or the one that has been ready longest.
+// The call to run: the leader's, or the one that has been ready longest. The end if there is none. Requires mutex_.
+auto Communicator::next_call() -> std::deque<ExchangePtr>::iterator {
+  if (!leader_call_) return ready_.begin();
+  return std::find_if(ready_.begin(), ready_.end(),
+                      [&](const ExchangePtr& exchange) { return exchange->call().id == *leader_call_; });
+}
+
 bool Communicator::select_next() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_ || (leaving_ && on_progress_thread_)) return false;
-  auto found = ready_.begin();
-  if (leader_call_) {
-    found = std::find_if(ready_.begin(), ready_.end(),
-                         [&](const ExchangePtr& exchange) { return exchange->call().id == *leader_call_; });
-  }
+  const auto found = next_call();
   if (found == ready_.end()) return false;
   ExchangePtr exchange = std::move(*found);
   ready_.erase(found);
@@ -352,7 +355,7 @@ void Communicator::wait_for_leader_call() {
     return abort(std::move(why));
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  wake_.wait_for(lock, kPollInterval);
+  wake_.wait_for(lock, kPollInterval, [this] { return stop_ || leaving_ || next_call() != ready_.end(); });
 }
 
 // Ends the current call, and takes the lock of mutex_.
@@ -360,7 +363,10 @@ cpu::RendezvousPtr Communicator::finish(std::unique_lock<std::mutex>& lock) {
   next_round_ += current_->num_rounds();
   cpu::RendezvousPtr rendezvous = current_->release();
   if (current_->num_rounds() > 0) end_entry(rendezvous->entry, group_, current_->arrivals());
-  if (!std::exchange(has_opened_peers_, true)) open_peers(group_, *channel_);
+  if (!std::exchange(has_opened_peers_, true)) {
+    open_peers(group_, *channel_);
+    oversubscribed_ = group_.num_processes() > channel_->num_cores();  // each may be bound to its own cores
+  }
   if (std::exchange(has_posted_status_, false)) channel_->post_status("");
   lock.lock();
   free_.push_back(std::move(current_));

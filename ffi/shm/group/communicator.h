@@ -67,6 +67,7 @@ class Communicator {
   bool poll_current();
   bool is_preempted() const;
   void requeue_current();
+  std::deque<ExchangePtr>::iterator next_call();
   bool select_next();
   void start(ExchangePtr exchange);
   void wait_for_peer();
@@ -91,7 +92,6 @@ class Communicator {
   const Group group_;
   const Capacities capacities_;
   const std::unique_ptr<Segments> segments_;
-  const bool oversubscribed_;  // more processes than processors
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -118,6 +118,7 @@ class Communicator {
   std::optional<cpu::Clock::time_point> aborted_since_;     // since another process was first seen to have aborted
   bool has_posted_status_ = false;
   bool has_opened_peers_ = false;  // of the flight recorder
+  bool oversubscribed_;            // more processes than cores
 };
 
 }  // namespace jax_ring::shm
