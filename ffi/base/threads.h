@@ -1,6 +1,8 @@
 // threads.h: the host's threads, locks and clock. The model checker replaces this header by its own of the same name.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -11,10 +13,6 @@
 #include <system_error>
 #include <thread>
 #include <utility>
-
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
 #include "base/thread_limits.h"
 
@@ -36,13 +34,7 @@ inline bool takes_failing_start() {
 }
 
 // Marks our threads in tools. Without a name, a thread has the name of the one that started it: XLA's.
-inline void name_this_thread() {
-#if defined(__linux__)
-  pthread_setname_np(pthread_self(), "jax_ring");
-#elif defined(__APPLE__)
-  pthread_setname_np("jax_ring");
-#endif
-}
+inline void name_this_thread() { pthread_setname_np(pthread_self(), "jax_ring"); }
 
 // Starts a thread, named jax_ring. Throws std::runtime_error, with the limits, if that fails. So start a thread before
 // recording anything that relies on it. purpose: what the thread does, for the error: "runs the calls between

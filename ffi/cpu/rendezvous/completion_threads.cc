@@ -1,14 +1,12 @@
 // completion_threads.cc: the threads that run completions, and the watcher that detects slow ones.
 #include "cpu/rendezvous/completion_threads.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
 #include <utility>
-
-#if defined(__linux__)
-#include <sys/prctl.h>
-#endif
 
 namespace jax_ring::cpu {
 namespace {
@@ -152,9 +150,7 @@ void CompletionThreads::work() {
 }
 
 void CompletionThreads::watch_stragglers() {
-#if defined(__linux__)
   prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; the default slack is half of kStragglerDelay
-#endif
   std::unique_lock<Mutex> lock(mutex_);
   Clock::time_point last_use = Clock::now();
   for (;;) {

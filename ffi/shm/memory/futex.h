@@ -2,22 +2,17 @@
 // of the same name.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-
-#include "base/threads.h"
-
-#if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <climits>
+#include <cstdint>
 #include <ctime>
-#else
-#include <thread>
-#endif
+
+#include "base/threads.h"
 
 namespace jax_ring::shm {
 
@@ -25,24 +20,15 @@ static_assert(Atomic<uint32_t>::is_always_lock_free && sizeof(Atomic<uint32_t>) 
 
 // Sleeps while the word equals `seen`, until a wake or the timeout. May return spuriously.
 inline void futex_wait(Atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds timeout) {
-#if defined(__linux__)
   timespec time;
   time.tv_sec = timeout.count() / 1'000'000'000;
   time.tv_nsec = timeout.count() % 1'000'000'000;
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
-#else
-  // No such system call works between processes here: poll.
-  if (word.load() == seen) std::this_thread::sleep_for(std::min(timeout, std::chrono::nanoseconds(50'000)));
-#endif
 }
 
 // Wakes all threads that wait on the word.
 inline void futex_wake(Atomic<uint32_t>& word) {
-#if defined(__linux__)
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-#else
-  (void)word;
-#endif
 }
 
 }  // namespace jax_ring::shm
