@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "check/backend.h"
+#include "cuda/kernels/make_table.h"
 #include "device/algorithm.h"
 
 namespace jax_ring::check {
@@ -100,60 +101,20 @@ constexpr int kThreadsPerTeam = 2;
 using Kernel = void (*)(const gpu::Call& call, int cta, HostTeam team);
 
 template <class Element, class Operation, Algorithm kAlgorithm>
-constexpr Kernel kernel_of() {
-  if constexpr (is_needed<Element, Operation, kAlgorithm>) {
-    return [](const gpu::Call& call, int cta, HostTeam team) {
-      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team);
-    };
+struct OnHostThreads {
+  static void kernel(const gpu::Call& call, int cta, HostTeam team) {
+    run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team);
   }
-  return nullptr;
-}
-
-template <class Element, class Operation, Algorithm kAlgorithm>
-constexpr Kernel tree_kernel_of() {
-  if constexpr (has_tree<Element, Operation, kAlgorithm>) {
-    return [](const gpu::Call& call, int cta, HostTeam team) {
-      run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, TreeTerms{call.tree});
-    };
+  static void along_tree(const gpu::Call& call, int cta, HostTeam team) {
+    run_team<Element, Operation, kAlgorithm>(call.self, call.message, call.plan, cta, team, TreeTerms{call.tree});
   }
-  return nullptr;
-}
-
-template <class Element, class Operation>
-constexpr Kernel kernel_of(Algorithm algorithm, bool along_tree) {
-  constexpr Kernel kernels[][3] = {
-      {kernel_of<Element, Operation, Algorithm::one_shot>(), kernel_of<Element, Operation, Algorithm::two_shot>(),
-       kernel_of<Element, Operation, Algorithm::ring>()},
-      {tree_kernel_of<Element, Operation, Algorithm::one_shot>(),
-       tree_kernel_of<Element, Operation, Algorithm::two_shot>(), nullptr}};
-  return kernels[along_tree][static_cast<int>(algorithm)];
-}
-
-template <class Element>
-Kernel kernel_of(Op op, Algorithm algorithm, bool along_tree) {
-  switch (op) {
-#define JAX_RING_CASE(name, operation) \
-  case Op::name:                       \
-    return kernel_of<Element, operation>(algorithm, along_tree);
-    JAX_RING_FOR_EACH_OP(JAX_RING_CASE)
-#undef JAX_RING_CASE
-    case Op::count:
-      break;
-  }
-  return nullptr;
-}
+};
 
 Kernel kernel_of(const gpu::KernelKey& key) {
-  switch (key.dtype) {
-#define JAX_RING_CASE(name, element) \
-  case DType::name:                  \
-    return kernel_of<element>(key.op, key.algorithm, key.along_tree);
-    JAX_RING_FOR_EACH_DTYPE(JAX_RING_CASE)
-#undef JAX_RING_CASE
-    case DType::count:
-      break;
-  }
-  return nullptr;
+#define JAX_RING_TABLE(name, element) gpu::table_of<Kernel, OnHostThreads, element>(),
+  static constexpr gpu::TableOf<Kernel> kTables[] = {JAX_RING_FOR_EACH_DTYPE(JAX_RING_TABLE)};
+#undef JAX_RING_TABLE
+  return kTables[static_cast<int>(key.dtype)].of(key);
 }
 
 class HostBackend final : public Backend {
