@@ -13,7 +13,7 @@ namespace {
 namespace ffi = xla::ffi;
 using Numbers = std::vector<int64_t>;
 
-constexpr size_t kNumAttributes = 20;
+constexpr size_t kNumAttributes = 21;
 
 [[noreturn]] void fail_as_of_another_version(const std::string& why) {
   throw std::invalid_argument(why +
@@ -112,6 +112,10 @@ void read(ffi::Dictionary all, Attributes& call) {
   call.trees = trees_of(call.plan, call.group_sizes, shards, sizes, ranks);
   call.part = part_of(call.plan, part);
   call.rounds_to = kRoundsTo[named<int>(text_of(all, "rounds_to"), kRounded)];
+  call.blocks_apart = get<int64_t>(all, "blocks_apart") != 0;
+  if (call.blocks_apart && call.plan.collective != Collective::all_to_all) {
+    throw std::invalid_argument("only an all-to-all can have an operand for each rank");
+  }
   call.program = text_of(all, "program");
   call.lane = get<int64_t>(all, "lane");
   if (all.size() != kNumAttributes) {
@@ -119,7 +123,7 @@ void read(ffi::Dictionary all, Attributes& call) {
                                std::to_string(kNumAttributes));
   }
   call.hash.add(std::string_view(call.call)).add(call.plan.collective).add(call.plan.order).add(root).add(call.op);
-  call.hash.add(call.algorithm.value_or(Algorithm::count)).add(call.rounds_to);
+  call.hash.add(call.algorithm.value_or(Algorithm::count)).add(call.rounds_to).add(call.blocks_apart);
   for (const Numbers* numbers : {&sources, &shards, &sizes, &ranks, &part}) {
     for (int64_t number : *numbers) call.hash.add(number);
   }

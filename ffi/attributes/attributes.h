@@ -50,6 +50,7 @@ inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 //                16-bit floats, and a reduce-scatter leaves the sum of 16-bit floats unrounded.
 //   rounds_to    string: empty, or the type, float16 or bfloat16, to which a reduce-scatter of a part rounds float32
 //                before the addition
+//   blocks_apart int64: 1 if an all-to-all has an operand and a result for each rank, else 0. Within one process only.
 // For GPUs only:
 //   lane         int64: calls that may run at the same time have different lanes
 struct Attributes {
@@ -69,6 +70,7 @@ struct Attributes {
   std::string program;
   std::optional<Range> part;
   xla::ffi::DataType rounds_to = xla::ffi::DataType::INVALID;
+  bool blocks_apart = false;
   int64_t lane = 0;
   Hash hash;  // of what the call computes, in any groups
 

@@ -29,7 +29,7 @@ constexpr size_t kStreamingBytes = 4 << 20;
 
 // One part of one operand.
 struct OperandPart {
-  size_t operand;
+  size_t operand, result;
   Part part;
   const Subtree* subtrees;  // of the fold along a tree, or null
 };
@@ -38,12 +38,20 @@ struct OperandPart {
 template <class Visit>
 void for_each_part(const Message& message, int num_ranks, Visit visit) {
   for (size_t operand = 0; operand < message.counts.size(); ++operand) {
+    if (message.blocks_apart) {
+      const int receiver = static_cast<int>(operand);
+      for (int source = 0; source < num_ranks; ++source) {
+        const Part part = {{source, 1}, 0, {receiver, 1}, 0, message.counts[operand]};
+        visit(OperandPart{operand, static_cast<size_t>(source), part, nullptr});
+      }
+      continue;
+    }
     const int num = num_parts(message.plan, num_ranks, message.tree, message.num_results);
     for (int i = 0; i < num; ++i) {
       const Part part = part_of(message.plan, num_ranks, message.tree, message.num_results, message.counts[operand],
                                 element_size(message.dtype), i);
       const bool along_tree = folds_along_tree(message.plan);
-      visit(OperandPart{operand, part, along_tree ? message.tree->subtrees(part.sources.first) : nullptr});
+      visit(OperandPart{operand, operand, part, along_tree ? message.tree->subtrees(part.sources.first) : nullptr});
     }
   }
 }
@@ -93,7 +101,7 @@ struct Work {
   void execute(const OperandPart& operand_part, size_t begin, size_t count) const {
     const int num_ranks = rendezvous->num_ranks();
     const void* const* operands = &rendezvous->inputs[operand_part.operand * 2 * num_ranks];
-    void* const* results = &rendezvous->outputs[operand_part.operand * num_ranks];
+    void* const* results = &rendezvous->outputs[operand_part.result * num_ranks];
     const auto& [sources, from, receivers, to, whole_count, zeros_elsewhere] = operand_part.part;
     const void* const* terms =
         rendezvous->terms.empty() ? operands : &rendezvous->terms[operand_part.operand * num_terms];

@@ -158,12 +158,20 @@ void decode(const Attributes& call, int num_ranks, ffi::RemainingArgs args, ffi:
   if (args.size() == 0 || args.size() != rets.size()) {
     throw std::invalid_argument("jax_ring: a call needs one result per operand, and at least one operand");
   }
+  message.blocks_apart = call.blocks_apart;
+  if (call.blocks_apart && args.size() != static_cast<size_t>(num_ranks)) {
+    throw std::invalid_argument("jax_ring: " + std::to_string(args.size()) + " operands for " +
+                                std::to_string(num_ranks) + " ranks");
+  }
   const EngineType type = engine_type_of(message.plan, args.get<ffi::AnyBuffer>(0)->element_type());
   message.dtype = type.dtype;
   for (size_t i = 0; i < args.size(); ++i) {
     const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i);
     ffi::AnyBuffer output = **rets.get<ffi::AnyBuffer>(i);
-    const size_t count = count_of(message, num_ranks, input.element_count(), output.element_count());
+    const size_t operand = input.element_count(), result = output.element_count();
+    const bool is_block = operand == result && operand == args.get<ffi::AnyBuffer>(0)->element_count();
+    if (call.blocks_apart && !is_block) throw std::invalid_argument("jax_ring: the blocks differ in their size");
+    const size_t count = call.blocks_apart ? operand : count_of(message, num_ranks, operand, result);
     message.counts.push_back(count * type.per_xla_element);
     participant.inputs.push_back(input.untyped_data());
     participant.outputs.push_back(output.untyped_data());

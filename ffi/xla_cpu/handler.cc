@@ -178,12 +178,14 @@ Result execute(Api api, CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ff
     message.num_results = site->call.trees.num_results;
     message.counts.clear();
     message.slices = nullptr;
+    message.blocks_apart = false;
     message.conversion = {};
     participant.inputs.clear();
     participant.outputs.clear();
     decode(site->call, groups.size(group), args, rets, message, participant);
-    if (message.conversion.kernel != nullptr && site->groups[group].has_value()) {
-      throw std::invalid_argument("elements are converted within one process only");
+    const bool is_within = message.conversion.kernel != nullptr || message.blocks_apart;
+    if (is_within && site->groups[group].has_value()) {
+      throw std::invalid_argument("parts are converted, and blocks are apart, within one process only");
     }
     if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);

@@ -42,6 +42,7 @@ class CallSpec(NamedTuple):
       part: (offset, length) of the slice of a 1-D array that a reduce-scatter reads or an all-gather writes. An
         all-gather also takes the array with earlier parts, if any. Further operands are awaited, not read.
       rounds_to: the 16-bit float to which a reduce-scatter of a part rounds float32 before adding; else empty.
+      blocks_apart: whether an all-to-all has an operand and a result for each rank.
     """
 
     function: str
@@ -63,6 +64,7 @@ class CallSpec(NamedTuple):
     group_trees: tuple[trees.GroupTree, ...] | None = None
     part: tuple[int, ...] = ()
     rounds_to: str = ""
+    blocks_apart: bool = False
 
     @property
     def levels(self) -> Levels:

@@ -166,6 +166,7 @@ def test_several_platforms_and_symbolic_shapes():
 OLD_ATTRIBUTES = {
     "call": "ring_psum of float32[5,2] over axis 'i'", "site": "train.py:7", "program": "",
     "collective": "all_reduce", "op": "sum", "root": np.int64(0), "algorithm": "auto", "order": "rank", "rounds_to": "",
+    "blocks_apart": np.int64(0),
     "partitions": np.arange(RANKS), "processes": np.zeros(RANKS, np.int64), "group_sizes": np.array([RANKS]),
     **{
         name: np.zeros(0, np.int64)

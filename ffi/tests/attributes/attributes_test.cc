@@ -100,7 +100,7 @@ TEST(AttributesOf, RefusesThoseOfAnotherVersion) {
   }
   EXPECT_EQ(refusal(with({{"members", "0, 1, 2"}})),
             "the call: the attribute 'members' is missing or has another type" + rest);
-  EXPECT_EQ(refusal(with({{"partitions", Numbers{}}})), "the call: there are 21 attributes, not 20" + rest);
+  EXPECT_EQ(refusal(with({{"partitions", Numbers{}}})), "the call: there are 22 attributes, not 21" + rest);
 }
 
 TEST(AttributesOf, RefusesWhatDoesNotFit) {
@@ -129,6 +129,7 @@ TEST(AttributesOf, RefusesWhatDoesNotFit) {
            {{{"part", Numbers{0, 3}}}, not_for_a_part},
            {{{"part", Numbers{0}}}, not_for_a_part, "all_gather"},
            {{{"part", Numbers{-1, 3}}}, not_for_a_part, "all_gather"},
+           {{{"blocks_apart", int64_t{1}}}, "only an all-to-all can have an operand for each rank"},
            {{{"rounds_to", "float32"}}, "unknown attribute value float32"},
            {{{"order", "tree"}}, "order 'tree' needs a tree for each of the 1 groups"},
            {{{"sources", Numbers{1, 2, 0}}}, "there are 3 sources for a group of 3 ranks"},

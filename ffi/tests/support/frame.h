@@ -46,6 +46,7 @@ inline Attributes call_attributes(int num_ranks, const std::string& collective =
           {"program", ""},
           {"part", none},
           {"rounds_to", ""},
+          {"blocks_apart", int64_t{0}},
           {"lane", int64_t{0}}};
 }
 

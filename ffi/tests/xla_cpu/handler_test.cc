@@ -141,9 +141,10 @@ class Execution {
 // One custom call of a program. Its ranks are one group in this process.
 class Instruction {
  public:
-  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {})
+  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {}, bool blocks_apart = false)
       : attributes_(jax_ring::testing::call_attributes(num_ranks, collective)) {
     attributes_["part"] = std::move(part);
+    attributes_["blocks_apart"] = int64_t{blocks_apart};
     XLA_FFI_ExecutionContext context{0, nullptr, nullptr};
     Frame frame(api(), context, XLA_FFI_ExecutionStage_INSTANTIATE, attributes_);
     const std::string error = take_message(collective_instantiate(frame.get()));
@@ -183,6 +184,35 @@ TEST(Handler, SumsTheRanksOperands) {
               "");
     EXPECT_EQ(result, std::vector<float>(100, 7));
   });
+}
+
+// In a message that one thread copies, and in one that several share.
+TEST(Handler, ExchangesBlocksThatAreApart) {
+  for (int64_t count : {int64_t{5}, int64_t{1} << 17}) {
+    constexpr int kRanks = 3;
+    const Instruction exchange("all_to_all", kRanks, {}, true);
+    as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
+      std::vector<std::vector<float>> blocks, results(kRanks, std::vector<float>(count));
+      std::vector<FrameBuffer> in, out;
+      for (int to = 0; to < kRanks; ++to) blocks.emplace_back(count, static_cast<float>(10 * rank + to));
+      for (auto& block : blocks) in.push_back({XLA_FFI_DataType_F32, block.data(), {count}});
+      for (auto& result : results) out.push_back({XLA_FFI_DataType_F32, result.data(), {count}});
+      EXPECT_EQ(exchange.call(rank, run_id, in, out), "");
+      for (int from = 0; from < kRanks; ++from) {
+        EXPECT_EQ(results[from], std::vector<float>(count, static_cast<float>(10 * from + rank)));
+      }
+    });
+  }
+}
+
+TEST(Handler, RefusesBlocksApartThatDoNotFit) {
+  const Instruction exchange("all_to_all", 2, {}, true);
+  float a[3] = {}, b[3] = {}, c[3] = {}, d[3] = {};
+  const FrameBuffer three{XLA_FFI_DataType_F32, a, {3}}, two{XLA_FFI_DataType_F32, b, {2}},
+      result{XLA_FFI_DataType_F32, c, {3}}, other{XLA_FFI_DataType_F32, d, {3}};
+  EXPECT_NE(exchange.call(0, next_run_id(), {three}, {result}).find("1 operands for 2 ranks"), std::string::npos);
+  EXPECT_NE(exchange.call(0, next_run_id(), {three, two}, {result, other}).find("the blocks differ in their size"),
+            std::string::npos);
 }
 
 // A write beyond a result, or a gap in it, is refused before the ranks meet.

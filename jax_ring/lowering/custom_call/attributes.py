@@ -126,6 +126,7 @@ def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
         "program": program,
         "part": call.part,
         "rounds_to": call.rounds_to,
+        "blocks_apart": int(call.blocks_apart),
         "lane": lane,
     }
     return from_values(values)

@@ -155,8 +155,8 @@ class _Program(NamedTuple):
     added: list[Message]
     channels: "itertools.count[int]"
 
-    def serve(self, call: Collective, instruction: Message, is_beside: bool) -> str | int:
-        """The engine's attributes, as text, or the computation of a call across hosts."""
+    def serve(self, call: Collective, instruction: Message, is_beside: bool) -> rewrite.EngineCall | int:
+        """The engine's call, or the computation of a call across hosts."""
         context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
         spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
         if spec.is_sum:
@@ -169,13 +169,16 @@ class _Program(NamedTuple):
         spec = spec._replace(service=service, description=described)
         if service.levels.inter:
             return self._steps(spec, call, instruction)
+        if call.in_tuple and self.platform == "cpu" and service.levels.num_processes == 1:
+            spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
         if spec.adds_along_tree:
             spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
             site = self._site_of(instruction)
-            return str(operation.config(attributes.named(shared), site, call=ir.StringAttr.get(described)))
+            config = operation.config(attributes.named(shared), site, call=ir.StringAttr.get(described))
+            return rewrite.EngineCall(str(config), spec.blocks_apart)
 
     def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
         """Adds a call's computations across hosts; returns the callee's id."""

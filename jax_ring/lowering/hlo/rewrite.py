@@ -36,12 +36,24 @@ class Platform(NamedTuple):
 PLATFORMS = {"cpu": Platform(True, True, False), "cuda": Platform(False, False, True)}
 
 
+class EngineCall(NamedTuple):
+    """How the engine serves a collective.
+
+    Attributes:
+      config: its attributes, as text.
+      blocks_apart: as in a CallSpec.
+    """
+
+    config: str
+    blocks_apart: bool
+
+
 class Environment(NamedTuple):
     """What a program gives its computations.
 
     Attributes:
-      serve: (collective, instruction, whether beside products) to the engine's attributes, as text, or the id of a
-        computation across hosts; raises Unsupported.
+      serve: (collective, instruction, whether beside products) to the engine's call, or the id of a computation across
+        hosts; raises Unsupported.
       reduction_of: as in `collectives.read`.
       body_of: (a computation's id) to its message.
       add: adds a computation, a function of its id; returns the id.
@@ -49,7 +61,7 @@ class Environment(NamedTuple):
 
     platform: Platform
     num_partitions: int
-    serve: Callable[[Collective, Message, bool], str | int]
+    serve: Callable[[Collective, Message, bool], EngineCall | int]
     reduction_of: Callable[[int], str]
     body_of: Callable[[int], bytes]
     add: Callable[[Callable[[int], Message]], int]
@@ -77,7 +89,7 @@ class Computation:
 
         refuse: called with each collective that stays, and why.
         """
-        calls: dict[int, tuple[Collective, str | int]] = {}
+        calls: dict[int, tuple[Collective, EngineCall | int]] = {}
         of = self._of
         for instruction in self._instructions:
             if not collectives.is_collective(instruction.text(proto.OPCODE)):
@@ -109,7 +121,7 @@ class Computation:
             elif call.in_tuple:
                 self._write_exchange(instruction, call, by)
             else:
-                self._write(instruction, call, by)
+                self._write(instruction, call, by.config)
         others = self._message.without(proto.INSTRUCTIONS)
         return Message([*others, *(wire.data(proto.INSTRUCTIONS, instruction) for instruction in self._written)])
 
@@ -216,10 +228,14 @@ class Computation:
         made = self._add("call", _of_all(results), ids, instruction, fields)
         self._write_results(instruction, call, made, results)
 
-    def _write_exchange(self, instruction: Message, call: Collective, config: str) -> None:
-        """Writes an all-to-all with an operand and a result per rank, as blocks of one array."""
+    def _write_exchange(self, instruction: Message, call: Collective, by: EngineCall) -> None:
+        """Writes an all-to-all with an operand and a result per rank, if necessary as blocks of one array."""
+        if by.blocks_apart:
+            apart = call.operands, call.operand_ids
+            self._call(instruction, call, by.config, apart, instruction.message(proto.SHAPE), instead=True)
+            return
         joined, whole = self._joined(instruction, call), _blocks_of(call)
-        self._write_cut(instruction, call, self._call(instruction, call, config, ([whole], [joined]), whole.message))
+        self._write_cut(instruction, call, self._call(instruction, call, by.config, ([whole], [joined]), whole.message))
 
     def _joined(self, instruction: Message, call: Collective) -> int:
         block = _with_leading(call.operands[0], 1)
