@@ -402,19 +402,17 @@ def call_with_programs(function: Callable) -> None:
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
 
 
-def register_hlo_transformation(
-    name: str, transform: Callable[[bytes], bytes | None], platform: str
-) -> Callable | None:
-    """Makes XLA hand over the programs that it compiles for a platform; returns a function that ends it.
+def register_hlo_transformation(name: str, transform: Callable[[bytes], bytes | None], platform: str) -> bool:
+    """Makes XLA hand over the programs that it compiles for a platform; returns whether it can.
 
-    None without the platform's plugin: programs are then lowered, and not compiled.
+    It cannot without the platform's plugin: programs are then lowered, and not compiled.
     """
     options: dict = {"name": name, "stage": _xla.PipelineStage.PRE_SCHEDULER, "platforms": platform}
     try:
         _xla.register_hlo_module_transformation(transform, **options)
     except jax.errors.JaxRuntimeError:
-        return None
-    return functools.partial(_xla.clear_hlo_module_transformation, **options)
+        return False
+    return True
 
 
 def devices(platform: str) -> list:

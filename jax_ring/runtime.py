@@ -55,6 +55,7 @@ for _module in (_ffi_cpu, ffi_cuda, cuda_kernels):
         _check_not_stale(_module)
 
 __version__ = importlib.metadata.version("jax-ring")
+FINGERPRINT = _ffi_cpu.fingerprint()  # of the native sources
 
 # The custom call of each collective. One handler serves them all; the names make HLO readable.
 TARGETS = {

@@ -160,7 +160,7 @@ def _check_not_tracing() -> None:
 
 
 def _register() -> None:
-    _registrations.callback(hook.register())
+    hook.register()
     for primitive, make_rule in _RULES.items():
         undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, make_rule, cacheable=False)
         _registrations.callback(undo)

@@ -272,15 +272,24 @@ f = jax.jit(lambda x: (x * 2).sum(0), out_shardings=NamedSharding(mesh, P()))
 x = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("i")))
 print("jax_ring_all_reduce" in f.lower(x).compile().as_text())
 with jax_ring.override_lax():
+    lowered, products = f.lower(x), jax.jit(lambda x: x.prod(0) + x.sum(0), out_shardings=NamedSharding(mesh, P()))
+print("jax_ring_all_reduce" in lowered.compile().as_text())
+with jax_ring.override_lax():
     print("jax_ring_all_reduce" in f.lower(x).compile().as_text(), *f(x))
+    try:
+        print("jax_ring_all_reduce" in products.lower(x).compile().as_text())
+    except jax.errors.JaxRuntimeError as error:
+        print("forbids" in str(error) and "forbidden")
 """
 
 
 def test_the_persistent_cache(tmp_path):
-    for _ in range(2):
-        result = run_python(CACHED.format(folder=str(tmp_path)))
-        assert result.stdout.split() == ["False", "True", "16.0", "16.0"], result.stderr
-    assert len(list(tmp_path.glob("jit__lambda*-cache"))) == 2
+    """A program is lowered and compiled under the override, or only lowered, or neither."""
+    for strict, of_products in (("", "True"), ("", "True"), ("1", "forbidden")):
+        result = run_python(CACHED.format(folder=str(tmp_path)), JAX_RING_STRICT=strict)
+        assert result.stdout.split() == ["False", "True", "True", "16.0", "16.0", of_products], result.stderr
+    # Each once without the override, with it, and with it and JAX_RING_STRICT=1, where the products cannot be compiled.
+    assert len(list(tmp_path.glob("jit__lambda*-cache"))) == 4
 
 
 UNCHANGED = """

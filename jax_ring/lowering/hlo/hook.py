@@ -4,7 +4,6 @@ XLA hands programs over after its partitioner and most passes, on any thread. So
 when a program is lowered. Every cache's key has it.
 """
 
-import functools
 import hashlib
 import itertools
 import logging
@@ -38,6 +37,8 @@ logger = logging.getLogger("jax_ring")
 # Marks a program whose collectives are replaced. Its value: one of the two signs below, the order of its sums, and the
 # program's name between processes, or the devices that it is only compiled for.
 _MARK = "jax_ring.partitioner"
+# What else decides on a program's collectives. For the caches' keys alone.
+_VERSION = "jax_ring.version"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
 # Fields of HloModuleProto, and of the messages in it.
@@ -94,12 +95,18 @@ def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Se
     value = f"{_ALSO_IF_DONATING if is_safe else _NOT_IF_DONATING}{settings.order} {name}"
     before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
-        {**dict(named(ir.DictAttr(before))), _MARK: ir.StringAttr.get(value)}
+        {
+            **dict(named(ir.DictAttr(before))),
+            _MARK: ir.StringAttr.get(value),
+            _VERSION: ir.StringAttr.get(f"{runtime.__version__} {runtime.FINGERPRINT}{' strict' * runtime.STRICT}"),
+        }
     )
 
 
 def transform(platform: str, program: bytes) -> bytes | None:
     """The program with calls to the engine for collectives; None if unchanged."""
+    if _MARK.encode() not in program:
+        return None
     module = Message.parse(program)
     value = _mark_of(module)
     if value is None:
@@ -297,31 +304,21 @@ def _reduction_of(computation: Message) -> str:
 
 
 _lock = threading.Lock()
-_registered: dict[str, Callable] = {}  # functions that end it, by platform
-_platforms = {"cpu"}  # of all programs so far; do not load the plugin of another one early
+_registered: set[str] = set()  # platforms
 
 
-def register() -> Callable[[], None]:
-    """Makes XLA hand over programs; returns a function that ends it."""
-    for platform in tuple(_platforms):  # a copy: another thread may add one
-        _is_registered(platform)
-    return _end
+def register() -> None:
+    """Makes XLA hand over programs from now on: one may be compiled after the end of the override that it has."""
+    _is_registered("cpu")  # do not load the plugin of another platform early
 
 
 def _is_registered(platform: str) -> bool:
     """Whether XLA hands over a platform's programs, from now on if it can."""
     with _lock:
         if platform not in _registered:
-            end = _compat.register_hlo_transformation("jax_ring", functools.partial(transform, platform), platform)
-            if end is None:
+            if not _compat.register_hlo_transformation(
+                "jax_ring", lambda program: transform(platform, program), platform
+            ):
                 return False
-            _registered[platform] = end
-            _platforms.add(platform)
+            _registered.add(platform)
         return True
-
-
-def _end() -> None:
-    with _lock:
-        for end in _registered.values():
-            end()
-        _registered.clear()
