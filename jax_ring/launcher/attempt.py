@@ -60,6 +60,14 @@ class Outcome(NamedTuple):
             return self
         return self._replace(status=cause.status, failure=cause)
 
+    def or_stopped(self, signum: int | None) -> "Outcome":
+        """The same, or that of a signal which came while others ended, unless one has ended the attempt before."""
+        return self if signum is None or self.is_stopped else stopped_by(signum)
+
+
+def stopped_by(signum: int) -> Outcome:
+    return Outcome(128 + signum, is_stopped=True)
+
 
 class Attempt:
     def __init__(self, shared: Shared, plan: Plan, remote: Remote | None = None) -> None:
@@ -312,11 +320,13 @@ class Attempt:
         # Python ignores SIGPIPE, so forwarding it would have no effect.
         forwarded = signal.SIGTERM if signum == signal.SIGPIPE else signum
         reason = f"received {signal.Signals(signum).name}"
-        await self._terminate(forwarded, self._options.grace, reason)
-        return Outcome(128 + signum, is_stopped=True)
+        return await self._terminate(forwarded, self._options.grace, reason, signum)
 
-    async def _terminate(self, signum: int, grace: float, reason: str) -> Outcome:
-        """Signals the running processes and waits for the grace period; `run` kills the rest."""
+    async def _terminate(self, signum: int, grace: float, reason: str, received: int | None = None) -> Outcome:
+        """Signals the running processes and waits for the grace period; `run` kills the rest.
+
+        received: the signal to the launcher, if one has ended the job. Otherwise one may still come.
+        """
         running = self._running()
         if running:
             reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
@@ -339,8 +349,10 @@ class Attempt:
                     self._log(f"waiting up to {grace:g} s for ranks {ranks} to exit; a second signal kills them")
                 said = True
                 continue
-            if isinstance(event, events.Signalled):  # a second signal ends the grace period
-                break
+            if isinstance(event, events.Signalled):
+                if received is not None:  # a second signal ends the grace period
+                    break
+                received = event.signum
             if isinstance(event, events.RemoteEnd):
                 last = event
             self._note(event)
@@ -348,7 +360,7 @@ class Attempt:
             self._shared.queue.put_nowait(last)
         if running := self._running():
             self._log(f"killing ranks {format_ranks(running)}")
-        return self._outcome()
+        return self._outcome().or_stopped(received)
 
     def _note(self, event: events.Event) -> None:
         """Learns the cause from an event, while processes are being ended."""

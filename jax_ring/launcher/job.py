@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Attempt, Outcome, Plan
+from jax_ring.launcher.attempt import Attempt, Outcome, Plan, stopped_by
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.failures import NO_RANK, Failure
@@ -86,7 +86,7 @@ class Job:
         wait = self.backoff()
         self._output.log(f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s")
         signum = await self._signal_within(wait)
-        return None if signum is None else Outcome(128 + signum, is_stopped=True)
+        return None if signum is None else stopped_by(signum)
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         with environment.reserved_port() as port:
@@ -132,7 +132,7 @@ class Job:
         match event:
             case events.Signalled(signum):
                 self._output.log(f"received {signal.Signals(signum).name}")
-                return Outcome(128 + signum, is_stopped=True)
+                return stopped_by(signum)
             case events.RemoteEnd(status, reason):
                 if status:
                     self._output.log(f"failed: {reason}")

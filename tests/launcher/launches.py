@@ -28,6 +28,19 @@ import os, signal, sys, time
 print("pid", os.getpid())
 time.sleep(60)
 """
+# Rank 0 fails when rank 1 is there, which is told to end, says so, and takes until the test has made the file "end".
+FAILS_BESIDE_A_SLOW_ONE = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+def wait_for(name):
+    while not (here / name).exists(): time.sleep(0.01)
+if os.environ["JAX_PROCESS_ID"] == "0":
+    wait_for("there")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n"))
+(here / "there").touch()
+wait_for("end")
+"""
 
 
 def start(*arguments, starter=(), **options):

@@ -13,7 +13,7 @@ import time
 import types
 
 import pytest
-from launches import COMMAND, assert_gone
+from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
@@ -165,6 +165,17 @@ def test_a_failure_uses_up_a_restart(launchers):
     assert [launchers.status(each) for each in hosts] == [1, 1]
     assert "raised ValueError: bad batch; restart 1 of 1 in 0 s" in launchers.output(hosts[0])
     assert "raised ValueError: bad batch" in launchers.output(hosts[1]).splitlines()[-1]
+
+
+def test_a_signal_while_the_leader_waits_for_the_processes_of_others(launchers):
+    """It leaves the job instead of starting a generation."""
+    (launchers.folder / "script.py").write_text(FAILS_BESIDE_A_SLOW_ONE)
+    options = ("--max-restarts", "1", "--backoff", "0", "--failure-grace", "60")
+    hosts = [launchers.start(*options, nnodes="2:2") for _ in range(2)]
+    launchers.await_text(hosts[1], "told")
+    launchers.started[hosts[0]].send_signal(signal.SIGTERM)
+    launchers.end()
+    assert launchers.status(hosts[0]) == 128 + signal.SIGTERM
 
 
 def test_a_stopped_process_does_not_hold_up_the_others(launchers):

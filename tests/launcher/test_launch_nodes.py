@@ -6,7 +6,7 @@ import signal
 import socket
 
 import pytest
-from launches import WAITS, assert_gone, pids, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, start
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.job import Job
@@ -97,6 +97,15 @@ def test_a_signal_to_host_0_reaches_all(hosts):
         assert status == 128 + signal.SIGINT, err
         assert "received SIGINT" in err
     assert_gone(started)
+
+
+def test_a_signal_while_host_0_waits_for_the_processes_of_others_ends_the_job(hosts, tmp_path):
+    options = ("--max-restarts", "1", "--backoff", "0", "--failure-grace", "60")
+    launchers = hosts(FAILS_BESIDE_A_SLOW_ONE, [1, 1], *options)
+    assert launchers[1].stdout.readline() == "[1] told\n"
+    launchers[0].send_signal(signal.SIGTERM)
+    (tmp_path / "end").touch()
+    assert [status for status, _, _ in ends(launchers)] == [128 + signal.SIGTERM] * 2
 
 
 def test_elastic_jobs_are_refused(hosts):

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from launches import run
+from launches import FAILS_BESIDE_A_SLOW_ONE, run, start
 
 from jax_ring.launcher import environment, protocol
 
@@ -27,6 +27,18 @@ if restart != "2": import time; time.sleep(60)
     assert len({address for _, _, _, address in seen}) == 3, out
     assert "raised ValueError: bad batch; restart 1 of 2 in 0.05 s" in err
     assert "raised ValueError: bad batch; restart 2 of 2 in 0.1 s" in err
+
+
+def test_a_signal_while_a_failure_ends_the_processes_ends_the_job(script, tmp_path):
+    """It neither starts the job again nor cuts the processes' time short."""
+    path = script(FAILS_BESIDE_A_SLOW_ONE + "print('ended')")
+    launcher = start("-n", "2", "--max-restarts", "1", "--backoff", "0", "--failure-grace", "60", path)
+    assert launcher.stdout.readline() == "[1] told\n"
+    launcher.send_signal(signal.SIGTERM)
+    (tmp_path / "end").touch()
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, err
+    assert out == "[1] ended\n"
 
 
 def test_the_death_of_the_coordination_service_is_not_blamed_on_a_rank(script):

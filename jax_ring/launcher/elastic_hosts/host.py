@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Outcome, Plan
+from jax_ring.launcher.attempt import Outcome, Plan, stopped_by
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts import asking
 from jax_ring.launcher.elastic_hosts.asking import Answer, Found, Refused
@@ -56,7 +56,7 @@ class ElasticHost(Job):
                 if outcome is not None:
                     return outcome
         except _SignalledError as error:
-            return Outcome(128 + error.signum, is_stopped=True)
+            return stopped_by(error.signum)
         except TimeoutError:
             self._output.log(f"failed: {self._why_not()}")
             return Outcome(1)
@@ -219,7 +219,9 @@ class ElasticHost(Job):
                 outcome = (await self._watch(self._plan(group, coordinator), leader)).blamed_on(service.failure())
                 if outcome.status != 0:
                     # Their launchers end their processes within the same time. Otherwise drop them.
-                    await self._within(leader.stopped(), self._options.failure_grace + self._options.grace)
+                    patience = self._options.failure_grace + self._options.grace
+                    signum, _ = await self._within(leader.stopped(), patience)
+                    outcome = outcome.or_stopped(signum)
                     leader.drop_running()
                 return outcome
             finally:

@@ -4,7 +4,7 @@ import itertools
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Outcome, Plan
+from jax_ring.launcher.attempt import Outcome, Plan, stopped_by
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.job import Job
@@ -33,7 +33,7 @@ class FirstHost(Job):
         for restart in itertools.count():
             signum, is_there = await self._within(self._hub.gathered(), options.node_timeout)
             if signum is not None:
-                return Outcome(128 + signum, is_stopped=True)
+                return stopped_by(signum)
             if not is_there:
                 missing = ", ".join(map(str, self._hub.missing()))
                 log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
@@ -61,7 +61,8 @@ class FirstHost(Job):
                 outcome = (await self._watch(plan, self._hub)).blamed_on(service.failure())
                 if outcome.status != 0:
                     # Their launchers end their processes within the same time. Otherwise drop them.
-                    await self._within(self._hub.stopped(), options.failure_grace + options.grace)
+                    signum, _ = await self._within(self._hub.stopped(), options.failure_grace + options.grace)
+                    outcome = outcome.or_stopped(signum)
                 return outcome
             finally:
                 service.end()
@@ -78,7 +79,7 @@ class OtherHost(Job):
         connecting = self._spoke.connect(host, port, options.nnodes, options.processes)
         signum, is_there = await self._within(connecting, options.node_timeout)
         if signum is not None:
-            return Outcome(128 + signum, is_stopped=True)
+            return stopped_by(signum)
         if not is_there:
             log(f"failed: no launcher of host 0 at {host}:{port} within {options.node_timeout:g} s (--node-timeout)")
             return Outcome(1)
