@@ -109,6 +109,7 @@ class Attempt:
                 process.kill()
             if self._elastic is not None:
                 self._elastic.close()
+            await asyncio.gather(*(process.descendants_ended() for process in self._processes.values()))
             _remove_memory(self._memory)
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 

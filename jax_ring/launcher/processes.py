@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import IO
 
@@ -14,6 +15,10 @@ from jax_ring.launcher.output import Output
 from jax_ring.launcher.watching.page import Page
 
 _PROGRAM = pathlib.Path(__file__).parent / "worker.py"
+# How long the descendants of a process that has ended have to end by themselves. Python's tracker of shared memory does
+# so, and then removes names.
+_DESCENDANTS_SECONDS = 1.0
+_POLL_SECONDS = 0.02
 
 
 class LogFiles:
@@ -55,6 +60,7 @@ class Process:
         self.status: int | None = None
         self.copying: list[asyncio.Task] = []
         self._process: subprocess.Popen | None = None
+        self._ending: asyncio.Task | None = None  # of its descendants
 
     def start(
         self, command: Sequence[str], is_module: bool, environment: dict[str, str], files: Sequence[int] = ()
@@ -87,25 +93,39 @@ class Process:
         return f"rank {self.rank} (pid {self.pid})"
 
     def reap(self) -> bool:
-        """Whether it has exited since the last call; kills its descendants then."""
+        """Whether it has exited since the last call. Its descendants are killed then, after a moment."""
         if self._process is None or self.status is not None or (status := self._process.poll()) is None:
             return False
         self.status = status
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._ending = asyncio.create_task(self._end_descendants())
         return True
 
+    async def _end_descendants(self) -> None:
+        until = time.monotonic() + _DESCENDANTS_SECONDS
+        # None are left, or only those of another user.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < until:
+                os.killpg(self.pid, 0)
+                await asyncio.sleep(_POLL_SECONDS)
+            os.killpg(self.pid, signal.SIGKILL)
+
     def send(self, signum: int) -> None:
-        """Signals it and its descendants, if running."""
+        """Signals it and its descendants, if running; SIGKILL gets to these a moment later."""
         if self._process is not None and self._process.returncode is None:
-            os.killpg(self.pid, signum)
+            (os.kill if signum == signal.SIGKILL else os.killpg)(self.pid, signum)
 
     def kill(self) -> None:
-        """Kills it and its descendants, waits for its end, and forgets its steps."""
+        """Kills it, waits for its end, and forgets its steps."""
         self.send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+            self.reap()
         self.page.close()
+
+    async def descendants_ended(self) -> None:
+        """Waits for their end, after its own."""
+        if self._ending is not None:
+            await self._ending
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, if the system tells."""

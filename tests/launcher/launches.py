@@ -21,6 +21,13 @@ assert "jax" not in sys.modules
 sys.exit(main())
 """
 COMMAND = [*_PYTHON, "-c", _LAUNCHER]
+
+
+def command_with(change):
+    """The command with a change of the launcher's modules."""
+    return [*_PYTHON, "-c", _LAUNCHER.replace("sys.exit", f"{change}\nsys.exit")]
+
+
 # Runs the code of a test, prints the pid of the process, and waits.
 WAITS = """
 import os, signal, sys, time

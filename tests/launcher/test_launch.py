@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from launches import MODULE, WAITS, assert_gone, pids, run, start
+from launches import MODULE, WAITS, assert_gone, command_with, pids, run, start
 
 from jax_ring.launcher import cli, environment
 
@@ -108,6 +108,30 @@ def test_a_death_is_noticed_while_its_output_is_held_open(script, held_by):
     if held_by == "another session":
         os.kill(left, signal.SIGKILL)
     assert_gone([left])
+
+
+@pytest.mark.parametrize(
+    "ends",
+    ["pass", "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"],
+    ids=["by itself", "by a signal", "by the launcher"],
+)
+def test_shared_memory_of_a_script_does_not_outlive_it(script, request, ends):
+    """A helper process of Python's removes the name after the end of the script's process."""
+    name = f"test-{os.getpid()}-{request.node.callspec.id.replace(' ', '-')}"
+    path = script(
+        f"""
+import os, signal, time
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+memory = shared_memory.SharedMemory({name!r}, create=True, size=1)
+print("created", flush=True)
+{ends}
+"""
+    )
+    change = "from jax_ring.launcher import processes; processes._DESCENDANTS_SECONDS = 30"
+    _, out, err = run("-n", "1", "--grace", "0", path, command=command_with(change))
+    assert out == ["[0] created"], err
+    assert not os.path.exists(f"/dev/shm/{name}"), err
 
 
 def test_signals_are_passed_on(script):
