@@ -127,6 +127,14 @@ def blamed_process(error: BaseException | None) -> int | None:
     return None
 
 
+def reason_of(error: BaseException) -> BaseException | None:
+    """The exception that ends this process, also where the script has caught it and exits; None for an exit alone."""
+    if not isinstance(error, SystemExit):
+        return error
+    caught = error.__cause__ or error.__context__
+    return caught if isinstance(caught, Exception) and error.code not in (None, 0) else None
+
+
 def report(error: BaseException) -> None:
     """Tells the launcher the exception that ends this process."""
     kind = type(error)
@@ -156,9 +164,10 @@ def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     try:
         run(kind, *command)
-    except Exception as error:
-        if os.getpid() == pid:  # else a child forked by the script
-            report(error)
+    except (Exception, SystemExit) as error:
+        # A child that the script has forked comes here, too.
+        if os.getpid() == pid and (reason := reason_of(error)) is not None:
+            report(reason)
         raise
 
 

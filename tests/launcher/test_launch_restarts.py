@@ -92,25 +92,32 @@ sys.modules["jax_ring.runtime"] = types.SimpleNamespace(failure_of=failure_of)
 """
 
 
+@pytest.mark.parametrize(
+    ("leaves", "others_leave"),
+    [("raise", "raise OSError('the step failed') from error"), ("sys.exit(1)", "sys.exit(1)")],
+)
 @pytest.mark.parametrize("message", ["any text [failure 7]", "Gloo: Connection closed by peer"])
-def test_the_last_line_names_the_first_that_failed_by_itself(script, message):
+def test_the_last_line_names_the_first_that_failed_by_itself(script, message, leaves, others_leave):
     """The others, which fail because of it, exit earlier."""
     path = script(
         f"""{RUNTIME}
-import atexit, os, pathlib, time
+import atexit, os, pathlib, sys, time
 reported = pathlib.Path(__file__).with_name("reported")
 if os.environ["JAX_PROCESS_ID"] == "2":
     atexit.register(time.sleep, 0.5)
     atexit.register(reported.touch)
-    raise ValueError("bad batch")
+    try:
+        raise ValueError("bad batch")
+    except ValueError:
+        {leaves}
 while not reported.exists(): time.sleep(0.01)
 try:
     raise RuntimeError({message!r})
 except RuntimeError as error:
-    raise OSError("the step failed") from error
+    {others_leave}
 """
     )
-    status, _, err = run("-n", "3", "--failure-grace", "5", path)
+    status, _, err = run("-n", "3", "--failure-grace", "30", path)
     assert status == 1
     last = err.splitlines()[-1]
     assert last.startswith("jax_ring.launch: failed: rank 2 (pid ")
