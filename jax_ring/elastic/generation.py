@@ -16,6 +16,7 @@ from jax_ring.elastic import spares
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.snapshots import Snapshot
+from jax_ring.launcher.coordinator.server import with_own_handler
 from jax_ring.launcher.protocol import Control, Member
 from jax_ring.progress import notes
 
@@ -121,7 +122,8 @@ def enter(
     while member.process_id < 0:
         with spares.served(place, snapshots):
             member = control.next_generation(member.generation, "it is a spare")
-    _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
+    with with_own_handler():
+        _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
     discovery.publish()
     notes.enter(member.generation)
     return Generation(member.generation, control)

@@ -4,6 +4,7 @@ It is run by path: importing the package would import JAX, before which scripts 
 jax_ring run` uses it, too.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -57,9 +58,9 @@ def with_environment_defaults(initialize):
             num_processes = int(os.environ["JAX_NUM_PROCESSES"])
         if process_id is None:
             process_id = int(os.environ["JAX_PROCESS_ID"])
-        if coordinator_address not in (None, os.environ["JAX_COORDINATOR_ADDRESS"]):
-            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
-        with load_beside("coordinator/server.py").without_service():
+        server = load_beside("coordinator/server.py")
+        is_own = coordinator_address in (None, os.environ["JAX_COORDINATOR_ADDRESS"])
+        with server.with_own_handler(), server.without_service() if is_own else contextlib.nullcontext():
             return initialize(coordinator_address, num_processes, process_id, *rest, **options)
 
     return initialize_with_defaults

@@ -69,7 +69,7 @@ FULL = [
     r"engine/test_deadline.py::test_(ranks_of_a_failed_call|the_failure_as_fields)",
     "multiprocess/test_forks.py::test_(the_job_goes_on|a_child_that_is_forked)",
     "replicas/test_replicas.py::test_copies_of_other_processes",
-    "launcher/test_launch.py::test_initialize_without",
+    "launcher/test_launch.py::test_(initialize_without|a_handler_of_sigterm)",
     "launcher/test_launch_members.py::test_(only_the_time_since|one_that_dies_before|a_stopped_member_that_nobody)",
     "launcher/test_launch_restarts.py::test_the_death_of",
     "launcher/test_launch_watch.py::test_(ranks|a_program|processes_of)",

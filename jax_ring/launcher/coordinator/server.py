@@ -10,6 +10,7 @@ and in a script's process would import JAX too early.
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,21 @@ def without_service() -> Iterator[None]:
         yield
     finally:
         distributed._jax = original
+
+
+@contextlib.contextmanager
+def with_own_handler() -> Iterator[None]:
+    """Within the block JAX may connect; the script's handler of SIGTERM, if it has one, is back afterwards.
+
+    JAX's preemption service replaces it, and Python does not notice.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler):
+            with contextlib.suppress(ValueError):  # in another thread than the main one Python refuses
+                signal.signal(signal.SIGTERM, handler)
 
 
 class _WithoutService:
