@@ -96,10 +96,10 @@ class _Ranks(ProcessGroup):
         self._ended: dict[int, float] = {}  # when, by rank
         address = free_address()
         # The launcher's service runs in a process of its own and survives the death of any rank.
-        program = rank.load_file("coordinator/server.py").__file__
-        assert program is not None
+        server = rank.load_file("coordinator/server.py")
+        assert server.__file__ is not None
         self._service = subprocess.Popen(
-            [sys.executable, "-P", program],
+            [sys.executable, "-P", server.__file__],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         assert self._service.stdin is not None
@@ -107,12 +107,12 @@ class _Ranks(ProcessGroup):
         self._service.stdin.flush()
         try:
             for number in range(job.num_processes):
-                self._start_rank(item, number, address)
+                self._start_rank(item, number, address, server.without_proxy(address))
         except BaseException:
             self.__exit__()
             raise
 
-    def _start_rank(self, item: pytest.Item, number: int, address: str) -> None:
+    def _start_rank(self, item: pytest.Item, number: int, address: str, proxies: Mapping[str, str]) -> None:
         config = item.config
         task = {
             "rank": number,
@@ -128,6 +128,7 @@ class _Ranks(ProcessGroup):
             "JAX_NUM_PROCESSES": str(self._job.num_processes),
             "JAX_PROCESS_ID": str(number),
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            **proxies,
             **self._job.environment_of(number),
             rank.VARIABLE: json.dumps(task),
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.watching.page import VARIABLE
 
 
@@ -74,7 +75,7 @@ def variables(
     result = dict(outer)
     for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):
         result.pop(name, None)
-    result |= member.variables()
+    result |= member.variables() | without_proxy(member.coordinator, outer)
     result |= {
         protocol.CONTROL_VARIABLE: common.socket_name,
         protocol.PROCESS_VARIABLE: str(number),

@@ -29,7 +29,10 @@ print("no newline", end="", file=sys.stderr)
 
 
 def test_initialize_without_arguments(script):
-    """jax.distributed.initialize() finds all processes and devices; a psum over all devices."""
+    """jax.distributed.initialize() finds all processes and devices; a psum over all devices.
+
+    Nothing listens at the proxy, which is for other hosts.
+    """
     path = script(
         """
 import os
@@ -51,7 +54,9 @@ assert _compat.distributed_client().key_value_try_get("jax_ring/token").startswi
 print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
 """
     )
-    status, out, err = run("-n", "2", "--devices", "2", path, command=MODULE)
+    status, out, err = run(
+        "-n", "2", "--devices", "2", path, command=MODULE, env={"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+    )
     assert status == 0, err
     # Gloo may write partial lines before the output of the script.
     assert [line[:3] for line in out if line.endswith("2 2 4 22.0")] == ["[0]", "[1]"], out

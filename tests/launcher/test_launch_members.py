@@ -213,7 +213,8 @@ print(member.generation, member.process_id, member.num_processes, flush=True)
 os._exit(0)
 """
     )
-    status, out, err = run("-n", "3", path, env={"TF_CPP_MIN_LOG_LEVEL": "2"})
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+    status, out, err = run("-n", "3", path, env=env)
     assert status == 0, err
     assert out == ["[0] 2 0 2", "[2] 2 1 2"]
 

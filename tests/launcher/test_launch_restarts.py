@@ -7,6 +7,7 @@ import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, run, start
 
 from jax_ring.launcher import environment, protocol
+from jax_ring.launcher.coordinator.server import without_proxy
 
 
 def test_a_failed_job_starts_again(script):
@@ -160,6 +161,24 @@ def test_devices_of_nested_launches(outer, devices, expected):
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
     assert protocol.JOIN_VARIABLE not in found
+
+
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [
+        ({"no_proxy": "a"}, {}),
+        ({"http_proxy": "p"}, {"no_proxy": "::1"}),
+        ({"https_proxy": "p", "no_proxy": "a,b"}, {"no_proxy": "a,b,::1"}),
+        ({"grpc_proxy": "p", "NO_PROXY": "a"}, {"no_proxy": "a,::1"}),
+        ({"http_proxy": "p", "no_proxy": "a", "no_grpc_proxy": "b"}, {"no_proxy": "a,::1", "no_grpc_proxy": "b,::1"}),
+    ],
+)
+def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
+    assert without_proxy("[::1]:80", outer) == expected
+    common = environment.Common(1, restart=0, socket_name="@inner", memory="", kept=())
+    member = protocol.Member(0, "[::1]:80", 1, 0)
+    found = environment.variables(common, member, slot=0, number=0, page=3, outer=outer)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_the_death_of_rank_0_leaves_the_others_their_service(script):

@@ -69,7 +69,9 @@ def run_tests(tmp_path):
     return run
 
 
-def test_the_body_runs_in_each_process(run_tests):
+def test_the_body_runs_in_each_process(run_tests, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
+    monkeypatch.setenv("no_proxy", "")
     status, output = run_tests(
         """
 @pytest.fixture

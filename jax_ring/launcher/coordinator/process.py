@@ -7,7 +7,10 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.failures import NO_RANK, Failure, from_status
 from jax_ring.launcher.output import Output
 
@@ -34,7 +37,8 @@ class Service:
 
     def stand_in(self, process_id: int) -> None:
         """Lets others connect when a process has died that may not have."""
-        self._stand_ins.append(_start(self._output, "stand-in", self._address, str(process_id)))
+        arguments = ("stand-in", self._address, str(process_id))
+        self._stand_ins.append(_start(self._output, arguments, without_proxy(self._address)))
 
     async def started(self) -> bool:
         """Waits until it listens; returns whether."""
@@ -64,12 +68,14 @@ class Service:
                 stream.close()
 
 
-def _start(output: Output, *arguments: str) -> subprocess.Popen:
+def _start(
+    output: Output, arguments: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-P", str(_PROGRAM), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         process_group=0,  # keeps Ctrl-C on a terminal away from it
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
+        env=os.environ | variables | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
     )  # fmt: skip
     assert process.stderr is not None
     copying = asyncio.create_task(output.copy(process.stderr, True, "[coordinator]", 0, None))
