@@ -212,7 +212,7 @@ def _coordinators(
 
 def _check_program(parser: argparse.ArgumentParser, script: str, is_module: bool) -> None:
     if not is_module:
-        if not pathlib.Path(script).is_file():
+        if not any(path.is_file() for path in (pathlib.Path(script), pathlib.Path(script, "__main__.py"))):
             parser.error(f"there is no file {script!r} in {os.getcwd()}; options of the launcher go before the script")
         return
     # Only the top-level name: looking further would import the package.

@@ -9,11 +9,15 @@ import ctypes
 import functools
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
+import io
 import os
+import pkgutil
 import runpy
 import signal
 import sys
+import types
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -144,17 +148,35 @@ def report(error: BaseException) -> None:
 
 
 def run(kind: str, *command: str) -> None:
-    """Runs a module or script as Python would; under JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
+    """Runs a module, script, folder or zip file as Python would; under JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
     if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
         sys.meta_path.insert(0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring")))
     sys.argv[:] = command
-    # Python puts this first on the path for a script or a module.
+    path = os.path.abspath(command[0])
+    # Not by runpy's public functions: their `__main__` is gone when the handlers of atexit run.
+    own, main = sys.modules["__main__"], types.ModuleType("__main__")
+    vars(main).update({name: value for name, value in vars(own).items() if name.startswith("__")}, __doc__=None)
+    sys.modules["__main__"] = main
     if kind == "module":
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]  # it is what Python itself calls
+    elif pkgutil.get_importer(path) is not None:
+        sys.path.insert(0, path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(command[0])))
-        runpy.run_path(command[0], run_name="__main__")
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        vars(main).update(__file__=path, __loader__=importlib.machinery.SourceFileLoader("__main__", path))
+        exec(_code_of(path), vars(main))
+
+
+def _code_of(path: str) -> types.CodeType:
+    try:
+        with io.open_code(path) as file:
+            text = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return pkgutil.read_code(io.BytesIO(text)) or compile(text, path, "exec", dont_inherit=True)
 
 
 def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:

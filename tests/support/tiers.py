@@ -176,7 +176,7 @@ ONE_PAIR = [
     # Two processes on this host cover it.
     r"multiprocess/test_same_host.py::test_same_bits_as_one_process\[4",
     "chaos/",
-    "launcher/(?!test_launch_watch.py::test_a_program)",  # what executions are is JAX's
+    "launcher/(?!test_launch_watch.py::test_a_program|test_worker)",  # executions are JAX's, and __main__ is Python's
     "watch/test_comparison",
     "tree/test_tree_values.py",
     "engine/test_(deadline|pauses).py",
