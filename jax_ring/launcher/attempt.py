@@ -123,6 +123,11 @@ class Attempt:
             if process.reap():
                 self._shared.queue.put_nowait(events.Exited(process.number))
 
+    def pass_on(self, signum: int) -> None:
+        """Signals the processes alone: their descendants might end by it."""
+        for process in self._running():
+            process.send(signum, to_descendants=False)
+
     def _forget_events(self) -> None:
         """Drops the last attempt's events, except signals."""
         queue = self._shared.queue

@@ -2,8 +2,8 @@
 
 In the script, `jax.distributed.initialize()` needs no arguments. Output lines are prefixed with the process's rank.
 When a process fails, the launcher ends the others, starts all again if restarts are left (--max-restarts), or exits
-with the failed one's status. It forwards SIGINT, SIGTERM and SIGHUP, and kills what still runs after the grace period.
-Standard input is empty.
+with the failed one's status. It forwards SIGINT, SIGTERM, SIGHUP and SIGQUIT, and kills what still runs after the grace
+period. SIGUSR1 and SIGUSR2 are passed on, and end nothing. Standard input is empty.
 """
 
 import asyncio

@@ -18,7 +18,9 @@ from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.shared import Remote, Shared
 
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Those that mean what the script makes of them, and do not end the job.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST_BACKOFF_SECONDS = 60.0
 # How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
 _DRAIN_SECONDS = 1.0
@@ -114,14 +116,19 @@ class Job:
         # open.
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         # The launcher's parent may block these signals, and the job's processes would inherit that.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *FORWARDED_SIGNALS})
-        for signum in FORWARDED_SIGNALS:
+        handlers = dict.fromkeys(FORWARDED_SIGNALS, self._signalled) | dict.fromkeys(_PASSED_ON, self._pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *handlers})
+        for signum, handler in handlers.items():
             # A launcher in the background or under nohup inherits ignored signals, and must keep ignoring them.
             if signal.getsignal(signum) != signal.SIG_IGN:
-                loop.add_signal_handler(signum, self._signalled, signum)
+                loop.add_signal_handler(signum, handler, signum)
 
     def _signalled(self, signum: int) -> None:
         self._queue.put_nowait(events.Signalled(signum))
+
+    def _pass_on(self, signum: int) -> None:
+        if self._attempt is not None:
+            self._attempt.pass_on(signum)
 
     def _reap(self) -> None:
         if self._attempt is not None:

@@ -109,10 +109,10 @@ class Process:
                 await asyncio.sleep(_POLL_SECONDS)
             os.killpg(self.pid, signal.SIGKILL)
 
-    def send(self, signum: int) -> None:
+    def send(self, signum: int, *, to_descendants: bool = True) -> None:
         """Signals it and its descendants, if running; SIGKILL gets to these a moment later."""
         if self._process is not None and self._process.returncode is None:
-            (os.kill if signum == signal.SIGKILL else os.killpg)(self.pid, signum)
+            (os.killpg if to_descendants and signum != signal.SIGKILL else os.kill)(self.pid, signum)
 
     def kill(self) -> None:
         """Kills it, waits for its end, and forgets its steps."""

@@ -183,6 +183,21 @@ def test_signals_are_passed_on(script):
     assert_gone(started)
 
 
+def test_other_signals(script):
+    """SIGUSR1 is for the script, and not for its children. SIGQUIT ends the job, with them."""
+    code = r"os.fork(); handler = lambda *_: os.write(1, b'handled by %d\n' % os.getpid())"
+    launcher = start("-n", "1", script(WAITS.format(f"{code}; signal.signal(signal.SIGUSR1, handler)")))
+    started = pids(launcher, 2)
+    launcher.send_signal(signal.SIGUSR1)
+    assert pids(launcher, 1)[0] in started
+    launcher.send_signal(signal.SIGQUIT)
+    out, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGQUIT, err
+    assert not out
+    assert "received SIGQUIT; sending SIGQUIT to ranks 0" in err
+    assert_gone(started)
+
+
 @pytest.mark.parametrize("option", ["--block-signal=CHLD,TERM", "--ignore-signal=CHLD"])
 def test_a_starter_that_blocks_or_ignores_signals(script, option):
     """As daemons do. The launcher sees its processes end, and they get the signals that it passes on."""
