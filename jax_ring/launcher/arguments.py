@@ -21,7 +21,7 @@ class Options:
       devices: of each process, if given.
       max_restarts: of processes.
       backoff: before the first restart, then doubled.
-      grace: for processes after a signal to the launcher.
+      grace: for processes after a signal to the launcher, or an exception of their own.
       failure_grace: for them after another has failed.
       leave_timeout: for members of an elastic job to leave a generation after the first.
       log_dir: for a file of output per process, if given.
@@ -102,7 +102,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_seconds(parser, "backoff", "the wait before the first restart; it doubles with each, up to 60 s")
     _add_seconds(
-        parser, "grace", "time that processes have to exit after a signal to the launcher, before they are killed"
+        parser,
+        "grace",
+        "time that processes have to exit after a signal to the launcher, or an exception of their own, before they "
+        "are killed",
     )
     _add_seconds(parser, "failure_grace", "time that the other processes have to exit after one has failed")
     _add_seconds(

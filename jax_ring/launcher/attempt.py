@@ -4,69 +4,18 @@ import asyncio
 import pathlib
 import signal
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.elastic.supervisor import Elastic
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
 from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
 from jax_ring.launcher.processes import Process, format_ranks
-from jax_ring.launcher.shared import Remote, Shared
+from jax_ring.launcher.shared import Outcome, Plan, Remote, Shared
 from jax_ring.launcher.watching.page import Page
 from jax_ring.launcher.watching.watcher import Watcher
 
 # After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
-
-
-class Plan(NamedTuple):
-    """What to start.
-
-    Attributes:
-      restart: how often the job was restarted.
-      slots: the places used on this host, which decide the devices.
-      first: index of this host's first process.
-      num_processes: of all hosts.
-      coordinator: host:port of the coordination service.
-      hosts: the index of each host's first process, if hosts come and go.
-    """
-
-    restart: int
-    slots: tuple[int, ...]
-    first: int
-    num_processes: int
-    coordinator: str
-    hosts: tuple[int, ...] = ()
-
-
-class Outcome(NamedTuple):
-    """How an attempt ended.
-
-    Attributes:
-      status: for the launcher to exit with if this is the last attempt.
-      failure: whose fault, if it failed.
-      is_stopped: whether a signal has ended it.
-      is_ended: whether host 0 has.
-    """
-
-    status: int
-    failure: Failure | None = None
-    is_stopped: bool = False
-    is_ended: bool = False
-
-    def blamed_on(self, cause: Failure | None) -> "Outcome":
-        """The same, or a failure for a cause outside of the attempt's processes."""
-        if self.failure is None or self.is_stopped or cause is None:
-            return self
-        return self._replace(status=cause.status, failure=cause)
-
-    def or_stopped(self, signum: int | None) -> "Outcome":
-        """The same, or that of a signal which came while others ended, unless one has ended the attempt before."""
-        return self if signum is None or self.is_stopped else stopped_by(signum)
-
-
-def stopped_by(signum: int) -> Outcome:
-    return Outcome(128 + signum, is_stopped=True)
 
 
 class Attempt:
@@ -79,6 +28,8 @@ class Attempt:
         self._watcher = Watcher(shared, self._processes, remote)
         self._memory = protocol.memory_prefix_for(shared.server.name if remote is None else plan.coordinator)
         self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
+        self._raised: set[int] = set()  # those that an exception of their own ends
+        self._killed: set[int] = set()
         self._reminded = False  # whether the wait for a report of the cause has begun
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -215,6 +166,10 @@ class Attempt:
         return Outcome(0)
 
     def _outcome(self) -> Outcome:
+        for number in self._raised:
+            failure, status = self._failures.of(number), self._processes[number].status
+            if failure is not None and status is not None and status > 0:
+                failure.status = status
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
@@ -290,9 +245,7 @@ class Attempt:
             self._watcher.asked(process, message, answer)
             return
         if message.get("do") == "report":
-            failure = from_report(process.name, process.rank, message)
-            self._failures.add(process.number, failure)
-            answer({"done": True})
+            failure = self._reported(process, message, answer)
             if failure.is_own or self._elastic is not None:
                 self._later(self._options.failure_grace, events.Reminder(process.number))
             else:
@@ -319,6 +272,13 @@ class Attempt:
         else:
             self._elastic.asked(process, message, answer)
 
+    def _reported(self, process: Process, message: dict, answer) -> Failure:
+        failure = self._failures.add(process.number, from_report(process.name, process.rank, message))
+        if failure.is_own:
+            self._raised.add(process.number)
+        answer({"done": True})
+        return failure
+
     def _later(self, seconds: float, event: events.Event) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, self._shared.queue.put_nowait, event))
 
@@ -331,9 +291,12 @@ class Attempt:
     async def _terminate(self, signum: int, grace: float, reason: str, received: int | None = None) -> Outcome:
         """Signals the running processes and waits for the grace period; `run` kills the rest.
 
+        A process that an exception of its own ends is left to its handlers of atexit, for as long as --grace.
+
         received: the signal to the launcher, if one has ended the job. Otherwise one may still come.
         """
-        running = self._running()
+        is_for_all = received is not None or signum == signal.SIGKILL
+        running = [each for each in self._running() if is_for_all or each.number not in self._raised]
         if running:
             reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
         self._log(reason)
@@ -342,31 +305,47 @@ class Attempt:
         for process in running:
             process.send(signum)
         loop = asyncio.get_running_loop()
-        end = loop.time() + grace
+        start = received_at = loop.time()
         last: events.RemoteEnd | None = None
         said = False
-        while self._running() and (left := end - loop.time()) > 0:
+        while running := self._running():
+            waited = loop.time() - start
+            limits = {each: self._limit_of(each, grace) for each in running}
+            self._kill([each for each, limit in limits.items() if limit <= waited])
+            if (longest := max(limits.values())) <= waited:
+                break
+            if not said and waited >= _PATIENCE_SECONDS:
+                said = True
+                ranks = format_ranks(running)
+                self._log(f"waiting up to {longest:g} s for ranks {ranks} to exit; a second signal kills them")
+            until = [*limits.values()] if said else [*limits.values(), _PATIENCE_SECONDS]
             try:
-                async with asyncio.timeout(left if said else min(left, _PATIENCE_SECONDS)):
+                async with asyncio.timeout_at(start + min(each for each in until if each > waited)):
                     event = await self._shared.queue.get()
             except TimeoutError:
-                if not said and end > loop.time():
-                    ranks = format_ranks(self._running())
-                    self._log(f"waiting up to {grace:g} s for ranks {ranks} to exit; a second signal kills them")
-                said = True
                 continue
             if isinstance(event, events.Signalled):
-                if received is not None:  # a second signal ends the grace period
+                if received is None:
+                    received, received_at = event.signum, loop.time()
+                elif loop.time() - received_at >= _PATIENCE_SECONDS:  # else the same one, from a terminal and a wrapper
                     break
-                received = event.signum
             if isinstance(event, events.RemoteEnd):
                 last = event
             self._note(event)
         if last is not None:
             self._shared.queue.put_nowait(last)
-        if running := self._running():
-            self._log(f"killing ranks {format_ranks(running)}")
+        self._kill(self._running())
         return self._outcome().or_stopped(received)
+
+    def _limit_of(self, process: Process, grace: float) -> float:
+        return max(grace, self._options.grace) if process.number in self._raised else grace
+
+    def _kill(self, processes: Sequence[Process]) -> None:
+        if processes := [each for each in processes if each.number not in self._killed]:
+            self._log(f"killing ranks {format_ranks(processes)}")
+        for process in processes:
+            self._killed.add(process.number)
+            process.send(signal.SIGKILL)
 
     def _note(self, event: events.Event) -> None:
         """Learns the cause from an event, while processes are being ended."""
@@ -374,8 +353,7 @@ class Attempt:
             case events.Asked(number, message, answer):
                 process = self._processes.get(number)
                 if process is not None and message.get("do") == "report":
-                    self._failures.add(number, from_report(process.name, process.rank, message))
-                    answer({"done": True})
+                    self._reported(process, message, answer)
                 else:
                     answer({"error": "the job is being ended"})
             case events.RemoteFailed(node, failure):

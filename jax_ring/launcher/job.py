@@ -10,13 +10,13 @@ from typing import Any
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Attempt, Outcome, Plan, stopped_by
+from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.failures import NO_RANK, Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
-from jax_ring.launcher.shared import Remote, Shared
+from jax_ring.launcher.shared import Outcome, Plan, Remote, Shared, stopped_by
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Those that mean what the script makes of them, and do not end the job.

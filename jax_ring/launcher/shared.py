@@ -1,8 +1,9 @@
-"""What a job's attempts share, and know of other hosts."""
+"""What a job's attempts are given, share, know of other hosts, and come to."""
 
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
@@ -71,3 +72,53 @@ class Remote:
 
     def tell_progress(self, process: Process, place: Place | None) -> None:
         """Tells it how far a process is, and where."""
+
+
+class Plan(NamedTuple):
+    """What to start.
+
+    Attributes:
+      restart: how often the job was restarted.
+      slots: the places used on this host, which decide the devices.
+      first: index of this host's first process.
+      num_processes: of all hosts.
+      coordinator: host:port of the coordination service.
+      hosts: the index of each host's first process, if hosts come and go.
+    """
+
+    restart: int
+    slots: tuple[int, ...]
+    first: int
+    num_processes: int
+    coordinator: str
+    hosts: tuple[int, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended.
+
+    Attributes:
+      status: for the launcher to exit with if this is the last attempt.
+      failure: whose fault, if it failed.
+      is_stopped: whether a signal has ended it.
+      is_ended: whether host 0 has.
+    """
+
+    status: int
+    failure: Failure | None = None
+    is_stopped: bool = False
+    is_ended: bool = False
+
+    def blamed_on(self, cause: Failure | None) -> "Outcome":
+        """The same, or a failure for a cause outside of the attempt's processes."""
+        if self.failure is None or self.is_stopped or cause is None:
+            return self
+        return self._replace(status=cause.status, failure=cause)
+
+    def or_stopped(self, signum: int | None) -> "Outcome":
+        """The same, or that of a signal which came while others ended, unless one has ended the attempt before."""
+        return self if signum is None or self.is_stopped else stopped_by(signum)
+
+
+def stopped_by(signum: int) -> Outcome:
+    return Outcome(128 + signum, is_stopped=True)

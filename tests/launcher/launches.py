@@ -50,9 +50,9 @@ wait_for("end")
 """
 
 
-def start(*arguments, starter=(), **options):
+def start(*arguments, starter=(), command=COMMAND, **options):
     return subprocess.Popen(
-        [*starter, *COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        [*starter, *command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
 
 

@@ -2,9 +2,10 @@
 
 import os
 import signal
+import time
 
 import pytest
-from launches import MODULE, WAITS, assert_gone, command_with, pids, run, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, MODULE, WAITS, assert_gone, command_with, pids, run, start
 
 from jax_ring.launcher import cli, environment
 
@@ -129,6 +130,24 @@ def test_processes_that_ignore_sigterm_are_killed_with_their_children(script):
     assert "received SIGTERM; sending SIGTERM to ranks 0, 1" in err
     assert "killing ranks 0, 1" in err
     assert_gone(started)
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(60, "[0] ended\n"), (0, "")])
+def test_a_second_signal_kills_unless_it_is_the_same(script, tmp_path, seconds, ended):
+    """A terminal and a wrapper may both send one."""
+    path = script(FAILS_BESIDE_A_SLOW_ONE.replace('== "0"', '== "1"') + "print('ended')")
+    change = f"from jax_ring.launcher import attempt; attempt._PATIENCE_SECONDS = {seconds}"
+    launcher = start("-n", "1", "--grace", "60", path, command=command_with(change))
+    while not (tmp_path / "there").exists():
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.stdout.readline() == "[0] told\n"
+    launcher.send_signal(signal.SIGTERM)
+    if ended:
+        (tmp_path / "end").touch()
+    out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM, err
+    assert out == ended
 
 
 @pytest.mark.parametrize("held_by", ["its group", "another session"])

@@ -125,6 +125,35 @@ except RuntimeError as error:
     assert last.endswith("raised ValueError: bad batch")
 
 
+def test_a_process_that_fails_has_time_for_its_handlers_of_atexit(script, tmp_path):
+    """--grace, whereas others have --failure-grace. The launcher exits with the status that it has in the end."""
+    path = script(
+        """
+import atexit, os, pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+def wait_for(name):
+    while not (here / name).exists(): time.sleep(0.01)
+if os.environ["JAX_PROCESS_ID"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (here / "there").touch()
+    time.sleep(60)
+wait_for("there")
+atexit.register(print, "saved")
+atexit.register(wait_for, "end")
+try:
+    raise ValueError("bad batch")
+except ValueError:
+    sys.exit(4)
+"""
+    )
+    launcher = start("-n", "2", "--failure-grace", "0.1", "--grace", "60", path)
+    assert any("killing ranks 1" in line for line in launcher.stderr)
+    (tmp_path / "end").touch()
+    out, err = launcher.communicate(timeout=60)
+    assert out == "[0] saved\n"
+    assert launcher.returncode == 4, err
+
+
 def test_without_a_first_failure_the_last_line_repeats_the_error(script):
     path = script(f"{RUNTIME}\nraise RuntimeError('any text [failure 7]')")
     status, _, err = run("-n", "2", "--failure-grace", "0.2", path)

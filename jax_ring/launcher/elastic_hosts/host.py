@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Outcome, Plan, stopped_by
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts import asking
 from jax_ring.launcher.elastic_hosts.asking import Answer, Found, Refused
@@ -19,6 +18,7 @@ from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import LINE_BYTES, Link
+from jax_ring.launcher.shared import Outcome, Plan, stopped_by
 
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.

@@ -4,11 +4,11 @@ import itertools
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.attempt import Outcome, Plan, stopped_by
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import Hub, Spoke
+from jax_ring.launcher.shared import Outcome, Plan, stopped_by
 
 
 class FirstHost(Job):
