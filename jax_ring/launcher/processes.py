@@ -72,7 +72,8 @@ class Process:
         """
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if is_module else "script"]
         self._process = subprocess.Popen(
-            [*program, *command], env=environment, process_group=0,
+            [*program, *command], env=environment,
+            start_new_session=True,  # the kernel would stop it where it asks on the terminal, as ssh and getpass do
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(*files, self.page.file),
         )  # fmt: skip
 

@@ -93,6 +93,13 @@ signal.pause()
     assert "[1] handled" in out
 
 
+def test_processes_have_no_terminal(script):
+    """They have a session each. As a group in the launcher's, one that asks for a password would be stopped."""
+    status, out, err = run("-n", "1", script("import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"))
+    assert status == 0, err
+    assert out == ["[0] True"]
+
+
 def test_lines_stay_whole(script):
     path = script("import sys\nfor i in range(300): print('x' * i * 10, file=[sys.stdout, sys.stderr][i % 2])")
     status, out, err = run("-n", "3", path)

@@ -74,7 +74,7 @@ def _start(
     process = subprocess.Popen(
         [sys.executable, "-P", str(_PROGRAM), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        process_group=0,  # keeps Ctrl-C on a terminal away from it
+        start_new_session=True,  # keeps Ctrl-C on a terminal away from it
         env=os.environ | variables | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
     )  # fmt: skip
     assert process.stderr is not None
