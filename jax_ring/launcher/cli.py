@@ -7,6 +7,8 @@ period. SIGUSR1 and SIGUSR2 are passed on, and end nothing. Standard input is em
 """
 
 import asyncio
+import errno
+import sys
 from collections.abc import Sequence
 
 from jax_ring.launcher import arguments as command_line
@@ -15,4 +17,9 @@ from jax_ring.launcher.multi_host.hosts import job
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
-    return asyncio.run(job(options).run())
+    try:
+        return asyncio.run(job(options).run())
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        sys.exit(f"jax_ring.launch: failed: too many open files for {options.processes} processes")

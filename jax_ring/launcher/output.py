@@ -32,7 +32,8 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._changed = threading.Condition()
-        self._queue: collections.deque[tuple[int, bytes]] = collections.deque()  # file descriptor, data
+        # A file descriptor, and data; None closes it.
+        self._queue: collections.deque[tuple[int, bytes | None]] = collections.deque()
         self._queued = 0  # bytes, including those being written
         self._room, self._empty = asyncio.Event(), asyncio.Event()
         self._room.set()
@@ -47,6 +48,12 @@ class Writer:
             self._empty.clear()
             if self._queued > _QUEUE_BYTES:
                 self._room.clear()
+            self._changed.notify()
+
+    def close(self, file: int) -> None:
+        """Closes a file when what is queued for it has been written."""
+        with self._changed:
+            self._queue.append((file, None))
             self._changed.notify()
 
     def is_busy(self) -> bool:
@@ -66,6 +73,10 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue)
                 file, data = self._queue.popleft()
+            if data is None:
+                broken.discard(file)
+                os.close(file)
+                continue
             if file not in broken:
                 try:
                     _write_all(file, data)
@@ -164,7 +175,7 @@ class Output:
         self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
 
     async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
-        """Copies lines from a pipe, labeled; `log` is a file without labels."""
+        """Copies lines from a pipe, labeled; `log` is a file without labels, which it closes."""
         out, writer = self._files[to_stderr], self._writers[to_stderr]
         prefix, erase = f"{label} ".encode(), b""
         if self._is_terminal[to_stderr]:
@@ -198,6 +209,8 @@ class Output:
         finally:
             show(lines.end())
             transport.close()
+            if log is not None:
+                self._logs.close(log)
 
     def is_idle(self) -> bool:
         return not any(writer.is_busy() for writer in (*self._writers, self._logs))

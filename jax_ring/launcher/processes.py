@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import IO
 
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.watching.page import Page
@@ -26,10 +25,10 @@ class LogFiles:
 
     def __init__(self, folder: pathlib.Path | None) -> None:
         self._folder = folder
-        self._files: dict[pathlib.Path, IO[bytes]] = {}
+        self._begun: set[pathlib.Path] = set()
 
     def of(self, restart: int, rank: int) -> tuple[int | None, int | None]:
-        """Descriptors for a rank's standard output and error."""
+        """New descriptors for a rank's standard output and error."""
         if self._folder is None:
             return None, None
         folder = self._folder / f"restart-{restart}" if restart else self._folder
@@ -37,10 +36,10 @@ class LogFiles:
         return self._open(folder / f"rank-{rank}.out"), self._open(folder / f"rank-{rank}.err")
 
     def _open(self, path: pathlib.Path) -> int:
-        # Keep the file open for the whole job: a process that replaces another of this rank appends to it.
-        if path not in self._files:
-            self._files[path] = open(path, "wb", buffering=0)  # noqa: SIM115
-        return self._files[path].fileno()
+        # A process that replaces another of this rank appends.
+        flags = 0 if path in self._begun else os.O_TRUNC
+        self._begun.add(path)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o666)
 
 
 class Process:

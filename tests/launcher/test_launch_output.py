@@ -123,6 +123,22 @@ def test_log_files(tmp_path):
         assert "to err\n" in texts.values()
 
 
+def test_log_files_are_closed_when_a_process_has_ended(tmp_path):
+    """Each restart finds as many files open in the launcher as the one before."""
+    folder = tmp_path / "logs"
+    path = write(tmp_path, "import os, sys; print(len(os.listdir(f'/proc/{os.getppid()}/fd'))); sys.exit(3)")
+    run("-n", "1", "--log-dir", str(folder), "--max-restarts", "9", "--backoff", "0", path)
+    counts = [int((folder / f"restart-{restart}" / "rank-0.out").read_text()) for restart in range(1, 10)]
+    assert max(counts) < min(counts) + 10, counts
+
+
+def test_too_few_files(tmp_path):
+    command = ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *COMMAND, "-n", "20", write(tmp_path, "")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 1, result.stderr
+    assert result.stderr == "jax_ring.launch: failed: too many open files for 20 processes\n"
+
+
 def test_without_standard_output(tmp_path):
     path = write(tmp_path, "print('nobody reads this')")
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "-n", "1", path]
