@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -94,6 +95,8 @@ class _Ranks(ProcessGroup):
         self._job = job
         self._limit = _limit_of(item, job)
         self._ended: dict[int, float] = {}  # when, by rank
+        self._protocol = rank.load_file("protocol.py")
+        self._memory = secrets.token_hex(8)
         address = free_address()
         # The launcher's service runs in a process of its own and survives the death of any rank.
         server = rank.load_file("coordinator/server.py")
@@ -105,14 +108,15 @@ class _Ranks(ProcessGroup):
         assert self._service.stdin is not None
         self._service.stdin.write(json.dumps({"address": address, "num_processes": job.num_processes}).encode() + b"\n")
         self._service.stdin.flush()
+        memory = {self._protocol.MEMORY_VARIABLE: self._memory}
         try:
             for number in range(job.num_processes):
-                self._start_rank(item, number, address, server.without_proxy(address))
+                self._start_rank(item, number, address, {**server.without_proxy(address), **memory})
         except BaseException:
             self.__exit__()
             raise
 
-    def _start_rank(self, item: pytest.Item, number: int, address: str, proxies: Mapping[str, str]) -> None:
+    def _start_rank(self, item: pytest.Item, number: int, address: str, variables: Mapping[str, str]) -> None:
         config = item.config
         task = {
             "rank": number,
@@ -124,11 +128,11 @@ class _Ranks(ProcessGroup):
             "options": _options_for_ranks(config),
         }
         variables = {
+            **variables,
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(self._job.num_processes),
             "JAX_PROCESS_ID": str(number),
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            **proxies,
             **self._job.environment_of(number),
             rank.VARIABLE: json.dumps(task),
         }
@@ -153,6 +157,7 @@ class _Ranks(ProcessGroup):
         assert self._service.stdin is not None
         self._service.stdin.close()
         super().__exit__()
+        self._protocol.remove_memory(self._memory)
 
     def wait(self) -> None:
         """Until all ranks have ended, except those stopped on purpose, or time is up."""

@@ -1,7 +1,6 @@
 """One attempt at a job: starts this host's processes, watches and ends them."""
 
 import asyncio
-import pathlib
 import signal
 from collections.abc import Sequence
 
@@ -61,7 +60,7 @@ class Attempt:
             if self._elastic is not None:
                 self._elastic.close()
             await asyncio.gather(*(process.descendants_ended() for process in self._processes.values()))
-            _remove_memory(self._memory)
+            protocol.remove_memory(self._memory)
             self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 
     def _unwatched(self, task: asyncio.Task) -> None:
@@ -358,9 +357,3 @@ class Attempt:
                     answer({"error": "the job is being ended"})
             case events.RemoteFailed(node, failure):
                 self._failures.add((node, failure.rank), failure)
-
-
-def _remove_memory(prefix: str) -> None:
-    """Removes names of shared memory of processes killed while they connect."""
-    for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
-        path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ loads this file by path before JAX may be imported, so it uses only the standard
 import hashlib
 import json
 import os
+import pathlib
 import select
 import socket
 import threading
@@ -61,6 +62,12 @@ def memory_prefix() -> str:
 def memory_prefix_for(name: str) -> str:
     """That prefix, for a name of the job that the launchers of all its hosts know: one process names the memory."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def remove_memory(prefix: str) -> None:
+    """Removes names of shared memory of processes killed while they connect."""
+    for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
+        path.unlink(missing_ok=True)
 
 
 class RefusedError(RuntimeError):

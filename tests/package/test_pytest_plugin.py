@@ -1,5 +1,6 @@
 """The pytest plugin: tests in several processes, what they report, faults on purpose, and lax replaced."""
 
+import pathlib
 import re
 import signal
 import subprocess
@@ -253,12 +254,15 @@ def test_served(processes):
 
 
 def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
-    started = []
+    started, memory = [], []
 
     def popen(*arguments, **options):
         if len(started) == 2:  # the service and rank 0
             raise BlockingIOError("no more processes")
         started.append(original(*arguments, **options))
+        if len(started) == 2:
+            memory.append(pathlib.Path(f"/dev/shm/jax_ring-{options['env']['JAX_RING_MEMORY']}-test"))
+            memory[0].touch()
         return started[-1]
 
     original = subprocess.Popen
@@ -266,6 +270,7 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
     with pytest.raises(BlockingIOError):
         ranks._Ranks(request.node, Job(2))
     assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    assert not memory[0].exists()
 
 
 @pytest.mark.parametrize(
