@@ -61,7 +61,8 @@ class Job:
 
     def backoff(self) -> float:
         """The seconds before the last restart taken."""
-        return min(self._options.backoff * 2 ** (self._restarts - 1), _LONGEST_BACKOFF_SECONDS)
+        doubled = self._options.backoff * 2.0 ** min(self._restarts - 1, 60)  # larger powers overflow in the end
+        return min(doubled, _LONGEST_BACKOFF_SECONDS)
 
     async def _attempts(self) -> Outcome:
         slots = tuple(range(self._options.processes))

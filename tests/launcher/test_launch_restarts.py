@@ -7,7 +7,9 @@ import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, run, start
 
 from jax_ring.launcher import environment, protocol
+from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
+from jax_ring.launcher.job import Job
 
 
 def test_a_failed_job_starts_again(script):
@@ -40,6 +42,16 @@ def test_a_signal_while_a_failure_ends_the_processes_ends_the_job(script, tmp_pa
     out, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM, err
     assert out == "[1] ended\n"
+
+
+@pytest.mark.parametrize(
+    ("backoff", "restarts", "expected"), [(0.5, 1, 0.5), (0.5, 3, 2), (0.0, 5000, 0), (1.0, 5000, 60)]
+)
+def test_backoff(backoff, restarts, expected):
+    job = Job(Options((), backoff=backoff, max_restarts=restarts))
+    for _ in range(restarts):
+        job.take_restart()
+    assert job.backoff() == expected
 
 
 def test_the_death_of_the_coordination_service_is_not_blamed_on_a_rank(script):
