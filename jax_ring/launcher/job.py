@@ -22,6 +22,7 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUI
 # Those that mean what the script makes of them, and do not end the job.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _LONGEST_BACKOFF_SECONDS = 60.0
+_OUTPUT_LOST = 120  # Python's exit status where all else went well
 # How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
 _DRAIN_SECONDS = 1.0
 
@@ -187,7 +188,9 @@ class Job:
         """
         patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
         signum, _ = await self._within(self._all_written(), patience)
-        return outcome.status if outcome.status or signum is None else 128 + signum
+        if outcome.status:
+            return outcome.status
+        return 128 + signum if signum is not None else _OUTPUT_LOST if self._output.is_lost else 0
 
     async def _all_written(self) -> None:
         copying = set(self._shared.copying)

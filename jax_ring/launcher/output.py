@@ -158,10 +158,14 @@ class Output:
     """Where processes and launcher write.
 
     on_closed: called when standard output or standard error has lost its reader.
+
+    Attributes:
+      is_lost: whether some of either could not be written.
     """
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None, on_closed: Callable[[], None]) -> None:
         self._on_closed = on_closed
+        self.is_lost = False
         self._files = [stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY) for stream in (stdout, stderr)]
         self._is_terminal = [os.isatty(file) for file in self._files]
         self._logs = Writer("log files", self._failed)
@@ -221,6 +225,7 @@ class Output:
             await writer.emptied()
 
     def _failed(self, file: int, error: OSError) -> None:
+        self.is_lost |= file in self._files
         if isinstance(error, BrokenPipeError) and file in self._files:
             # A program without a launcher would die of SIGPIPE.
             self._on_closed()

@@ -139,6 +139,16 @@ def test_too_few_files(tmp_path):
     assert result.stderr == "jax_ring.launch: failed: too many open files for 20 processes\n"
 
 
+@pytest.mark.parametrize(("ends", "status"), [("", 120), ("import sys; sys.exit(3)", 3)])
+@pytest.mark.parametrize("redirection", [">/dev/full", "2>/dev/full"])
+def test_a_full_disk_is_no_success(tmp_path, ends, status, redirection):
+    """The status is that of Python."""
+    path = write(tmp_path, f"import sys; print('lost'); print('lost', file=sys.stderr)\n{ends}")
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, "-n", "1", path]
+    result = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == status, result.stderr
+
+
 def test_without_standard_output(tmp_path):
     path = write(tmp_path, "print('nobody reads this')")
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "-n", "1", path]
