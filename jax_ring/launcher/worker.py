@@ -93,23 +93,29 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def after_import(name: str, function: Callable) -> None:
+    """Calls a function with a module once it is imported: now, if something has done so when Python started."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, AfterImport(name, function))
+
+
 def watch_process() -> None:
     """Lets the launcher see where this process is, and what it executes."""
     if page := load_beside("watching/page.py").Page.of_launcher():
         page.write_stacks_on_signal()
     if os.environ.get("JAX_RING_WATCH"):
-        sys.meta_path.insert(
-            0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring.progress.executions").start())
-        )
+        after_import("jax", lambda jax: importlib.import_module("jax_ring.progress.executions").start())
 
 
 def patch_initialize() -> None:
-    """Replaces `jax.distributed.initialize` when the script imports JAX."""
+    """Replaces `jax.distributed.initialize` once JAX is imported."""
 
     def patch(module):
         module.initialize = with_environment_defaults(module.initialize)
 
-    sys.meta_path.insert(0, AfterImport("jax.distributed", patch))
+    after_import("jax.distributed", patch)
 
 
 def blamed_process(error: BaseException | None) -> int | None:
@@ -150,7 +156,7 @@ def report(error: BaseException) -> None:
 def run(kind: str, *command: str) -> None:
     """Runs a module, script, folder or zip file as Python would; under JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
     if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
-        sys.meta_path.insert(0, AfterImport("jax", lambda jax: importlib.import_module("jax_ring")))
+        after_import("jax", lambda jax: importlib.import_module("jax_ring"))
     sys.argv[:] = command
     path = os.path.abspath(command[0])
     # Not by runpy's public functions: their `__main__` is gone when the handlers of atexit run.

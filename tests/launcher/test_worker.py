@@ -62,3 +62,19 @@ def test_the_launcher_takes_a_folder(programs):
     status, out, err = run("-n", "1", "folder")
     assert status == 0, err
     assert any(line.startswith("[0] __main__ ") for line in out)
+
+
+@pytest.mark.parametrize("imported_by", ["script.py", "sitecustomize.py"])
+def test_initialize_is_replaced_whoever_imports_jax(script, tmp_path, imported_by):
+    script("", "script.py")
+    (tmp_path / "jax").mkdir()  # in place of JAX
+    script("import jax.distributed", "jax/__init__.py")
+    script("def initialize(): pass", "jax/distributed.py")
+    script("import jax", imported_by)
+    with open(tmp_path / "script.py", "a") as file:
+        file.write("\nimport jax; print(hasattr(jax.distributed.initialize, '__wrapped__'))")
+    result = subprocess.run(
+        [sys.executable, "-P", worker.__file__, str(os.getpid()), "script", str(tmp_path / "script.py")],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.stdout == "True\n", result.stderr
