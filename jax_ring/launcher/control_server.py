@@ -59,6 +59,8 @@ class ControlServer:
                 return
             while line := await reader.readline():
                 message = json.loads(line)
+                if not isinstance(message, dict):
+                    break
                 if process is None:
                     process = int(message["process"])
                     self._connections.setdefault(process, set()).add(writer)

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import signal
 import socket
+import types
 
 import pytest
-from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, run, start
 
 from jax_ring.launcher import events, protocol
+from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.job import Job
+from jax_ring.launcher.multi_host.links import Link
 
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
@@ -127,6 +130,38 @@ def test_hosts_that_do_not_come(hosts):
         ((status, _, err),) = ends(hosts("", [1], "--node-timeout", "0.2", ranks=[rank]))
         assert status == 1
         assert message in err
+
+
+def test_a_port_that_is_taken(script):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        status, _, err = run("-n", "1", "--nnodes", "2", "--coordinator", address, script(""))
+    assert status == 1, err
+    assert err.endswith(". Another program listens there\n")
+
+
+@pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"GET / HTTP/1.1\r\n"])
+def test_a_stranger_at_a_port(line):
+    """Neither the launchers of other hosts nor a process has sent it."""
+
+    async def scenario():
+        link = Link(reader := asyncio.StreamReader(), types.SimpleNamespace(write=lambda data: None))
+        reader.feed_data(line)
+        assert await link.receive() is None
+        asked = []
+        server = ControlServer(lambda *question: asked.append(question))
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(protocol.socket_address(server.name))
+        writer.write(protocol.encode({"process": 0}) + line)
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+        return asked
+
+    assert asyncio.run(scenario()) == []
 
 
 def test_events_are_kept_while_something_else_is_awaited():

@@ -1,5 +1,6 @@
 """A job on several hosts: what launchers do beside running their own processes."""
 
+import errno
 import itertools
 
 from jax_ring.launcher import environment, events
@@ -21,7 +22,9 @@ class FirstHost(Job):
         try:
             await self._hub.start(host, port)
         except OSError as error:
-            log(f"cannot listen at --coordinator {host}:{port}: {error}. It has to be an address of this host")
+            is_taken = error.errno == errno.EADDRINUSE
+            why = "Another program listens there" if is_taken else "It has to be an address of this host"
+            log(f"cannot listen at --coordinator {host}:{port}: {error}. {why}")
             return Outcome(1)
         outcome = await self._all_attempts()
         reason = "" if outcome.status == 0 else f"host 0: {outcome.failure or 'it was told to end'}"

@@ -53,7 +53,7 @@ class Link:
             self._writer.write(encode(message))
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next message; None if the other side has gone or is silent."""
+        """The next message; None if the other side has gone, is silent or is no launcher."""
         while True:
             try:
                 async with asyncio.timeout(self._silence):
@@ -62,7 +62,7 @@ class Link:
             except (TimeoutError, OSError, ValueError) as error:
                 self.is_silent = isinstance(error, TimeoutError)
                 return None
-            if message is None:
+            if not isinstance(message, dict):
                 return None
             self.heard = time.monotonic()
             if "alive" not in message:
