@@ -15,6 +15,8 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 _QUEUE_BYTES = 1 << 20
 # After a pause of this length, a progress bar's last state is shown.
 _PAUSE_SECONDS = 0.1
+# A longer line is passed on in pieces of this size, so that it does not stay in memory as a whole.
+_LINE_BYTES = 1 << 20
 _ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
 # A \r at the end of the data may be the first half of \r
 # .
@@ -122,6 +124,7 @@ class Lines:
         held = self._partial.endswith(b"\r")
         if not held and b"\n" not in data and b"\r" not in data:
             self._partial += data
+            yield from self._cut()
             return
         searched = len(self._partial) - held
         text, start = bytes(self._partial) + data, 0
@@ -134,6 +137,13 @@ class Lines:
                 yield piece or self._shown, b"\n"  # a newline alone leaves the bar's last state visible
                 self._shown, self._is_bar = b"", False
         self._partial = bytearray(text[start:])
+        yield from self._cut()
+
+    def _cut(self) -> Iterator[tuple[bytes, bytes]]:
+        # Something is left, so that no empty line follows the last piece.
+        while len(self._partial) > _LINE_BYTES:
+            yield bytes(self._partial[:_LINE_BYTES]), b"\n"
+            del self._partial[:_LINE_BYTES]
 
     def is_waiting(self) -> bool:
         """Whether `pause` has a state."""

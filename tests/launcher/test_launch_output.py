@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from launches import COMMAND, run
 
-from jax_ring.launcher.output import Lines
+from jax_ring.launcher import output
 
 TIMEOUT_S = 60  # of what should take a second
 
@@ -101,13 +101,25 @@ def test_progress_bars_appear_before_the_newline(tmp_path):
     ],
 )
 def test_lines_and_states_of_progress_bars(chunks, expected):
-    lines, found = Lines(), []
+    lines, found = output.Lines(), []
     for chunk in chunks:
         pieces = (lines.pause() if lines.is_waiting() else ()) if chunk == "pause" else lines.feed(chunk.encode())
         found += [(piece + end).decode() for piece, end in pieces]
     if rest := [(piece + end).decode() for piece, end in lines.end()]:
         found += ["end", *rest]
     assert found == expected
+
+
+@pytest.mark.parametrize("rest", [1, 10])
+def test_a_long_line_comes_in_pieces(monkeypatch, rest):
+    monkeypatch.setattr(output, "_LINE_BYTES", 100)
+    lines, found = output.Lines(), []
+    for chunk in [*10 * [10 * b"x"], rest * b"x", 100 * b"y", b"\nnext\n" + 101 * b"z"]:
+        found += lines.feed(chunk)
+        assert len(lines._partial) <= 100
+    pieces = [100 * b"x", rest * b"x" + (100 - rest) * b"y", rest * b"y", b"next", 100 * b"z"]
+    assert found == [(piece, b"\n") for piece in pieces]
+    assert list(lines.end()) == [(b"z", b"\n")]
 
 
 def test_log_files(tmp_path):
