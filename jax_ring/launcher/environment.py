@@ -1,6 +1,8 @@
 """Environment variables of launched processes, and ports for coordinators."""
 
+import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,20 @@ def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         yield holder.getsockname()[1]
+
+
+def why_unreachable(server: asyncio.Server, host: str) -> str | None:
+    """Why other hosts do not reach a server that listens at a name of this host, if so.
+
+    Debian has 127.0.1.1 for a host's own name.
+    """
+    addresses = [each.getsockname()[0] for each in server.sockets]
+    if host == "localhost" or not all(ipaddress.ip_address(each).is_loopback for each in addresses):
+        return None
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return None
+    return f"listens at {addresses[0]}, which {host} is on this host: others cannot reach it. See /etc/hosts"
 
 
 def kept_files(slots: int) -> tuple[int, ...]:

@@ -142,6 +142,18 @@ def test_a_port_that_is_taken(script):
     assert err.endswith(". Another program listens there\n")
 
 
+@pytest.mark.parametrize("nnodes", ["2", "2:2"])
+@pytest.mark.parametrize(("name", "is_said"), [("127.0.0.1", False), ("localhost", False), ("127.1", True)])
+def test_a_name_that_only_this_host_knows_as_itself(script, nnodes, name, is_said):
+    """127.1 stands for a name: to the resolver it is loopback, too."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"{name}:{unused.getsockname()[1]}"
+    _, _, err = run("-n", "1", "--nnodes", nnodes, "--coordinator", address, "--node-timeout", "0.2", script(""))
+    assert ("listens at 127.0.0.1, which 127.1 is on this host: others cannot reach it" in err) == is_said
+    assert "(--node-timeout)" in err
+
+
 @pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"GET / HTTP/1.1\r\n"])
 def test_a_stranger_at_a_port(line):
     """Neither the launchers of other hosts nor a process has sent it."""

@@ -73,7 +73,10 @@ class ElasticHost(Job):
         server = None
         for address in self._order:
             with contextlib.suppress(OSError):
-                server = await asyncio.start_server(self._serve, *asking.split(address), limit=LINE_BYTES)
+                host, port = asking.split(address)
+                server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
+                if (why_not := environment.why_unreachable(server, host)) is not None:
+                    self._output.log(why_not)
                 break
         if server is None:
             if self._server is not None:

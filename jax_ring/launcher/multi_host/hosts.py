@@ -20,12 +20,14 @@ class FirstHost(Job):
         self._hub = Hub(options.nnodes, self._queue)
         host, port = options.coordinators[0]
         try:
-            await self._hub.start(host, port)
+            server = await self._hub.start(host, port)
         except OSError as error:
             is_taken = error.errno == errno.EADDRINUSE
             why = "Another program listens there" if is_taken else "It has to be an address of this host"
             log(f"cannot listen at --coordinator {host}:{port}: {error}. {why}")
             return Outcome(1)
+        if (why_not := environment.why_unreachable(server, host)) is not None:
+            log(why_not)
         outcome = await self._all_attempts()
         reason = "" if outcome.status == 0 else f"host 0: {outcome.failure or 'it was told to end'}"
         await self._hub.end(outcome.status, reason)

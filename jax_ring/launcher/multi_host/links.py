@@ -164,13 +164,14 @@ class Hub(Remote):
         self._changed = asyncio.Event()
         self.others: Others = Others(self._send)
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int) -> asyncio.Server:
         """Begins to listen.
 
         Raises:
           OSError: if it cannot.
         """
         self._server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
+        return self._server
 
     async def gathered(self) -> None:
         while len(self._links) < self._nnodes - 1:
