@@ -6,8 +6,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +24,8 @@ class ControlServer:
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._folder: tempfile.TemporaryDirectory | None = None
-        if sys.platform == "linux":
-            # A killed launcher leaves no files behind in the abstract namespace.
-            self.name = f"@jax_ring-{secrets.token_hex(16)}"
-        else:
-            self._folder = tempfile.TemporaryDirectory(prefix="jax_ring-")
-            self.name = f"{self._folder.name}/control"
+        # A killed launcher leaves no files behind in the abstract namespace.
+        self.name = f"@jax_ring-{secrets.token_hex(16)}"
         self._server: asyncio.Server | None = None
         self._connections: dict[int, set[asyncio.StreamWriter]] = {}  # by process
 
@@ -45,8 +38,6 @@ class ControlServer:
         for connections in self._connections.values():
             for connection in connections:
                 connection.transport.abort()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def tell(self, process: int, message: dict[str, Any]) -> None:
         for connection in self._connections.get(process, ()):
@@ -55,7 +46,7 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process = None
         try:
-            if _peer_user(writer.get_extra_info("socket")) not in (None, os.geteuid()):
+            if _peer_user(writer.get_extra_info("socket")) != os.geteuid():
                 return
             while line := await reader.readline():
                 message = json.loads(line)
@@ -74,8 +65,6 @@ class ControlServer:
             writer.close()
 
 
-def _peer_user(connection: Any) -> int | None:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
+def _peer_user(connection: Any) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]

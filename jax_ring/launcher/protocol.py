@@ -239,5 +239,5 @@ class Control:
 
 
 def socket_address(name: str) -> str:
-    """The address for a name in `JAX_RING_CONTROL`; with @ in Linux's abstract namespace."""
-    return "\0" + name[1:] if name.startswith("@") else name
+    """The address for a name in `JAX_RING_CONTROL`: @ stands for Linux's abstract namespace."""
+    return "\0" + name.removeprefix("@")

@@ -36,10 +36,9 @@ def load_beside(path: str):
 
 def die_with_parent(launcher_pid: int) -> None:
     """Makes the kernel kill this process when the launcher ends, even by a kill."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The launcher may have exited before the call above.
     if os.getppid() != launcher_pid:
         raise SystemExit(128 + signal.SIGKILL)
