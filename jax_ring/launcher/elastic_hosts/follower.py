@@ -12,11 +12,7 @@ from jax_ring.launcher.multi_host.links import Led, Link
 
 
 class Follower(Led):
-    """Agrees to what the leader proposes, and queues what it wants of the processes.
-
-    Attributes:
-      address: that of the leader.
-    """
+    """Agrees to what the leader proposes, and queues what it wants of the processes."""
 
     def __init__(
         self,
@@ -28,10 +24,9 @@ class Follower(Led):
         evidence: Evidence,
         queue: asyncio.Queue[events.Event],
     ) -> None:
-        super().__init__(queue)
-        self._link, self._leader, self._register = link, leader_id, register
+        super().__init__(address, queue)
+        self._link, self._leader_id, self._register = link, leader_id, register
         self._own_id, self._evidence = own_id, evidence
-        self.address = address
         self._receiving = asyncio.create_task(self._receive())
 
     def tell_gone(self, gone: list[str]) -> None:
@@ -51,26 +46,15 @@ class Follower(Led):
                 self._register.learn(Group.of_message(message["started"]), [])
             elif "start" in message:
                 self._start(message["start"])
-            elif "stop" in message:
-                number, signum, grace, reason = message["stop"]
-                if number == self._attempt:
-                    self._queue.put_nowait(events.RemoteStop(signum, grace, reason))
             elif message.get("pending") == self._attempt:
                 self._queue.put_nowait(events.RemotePending())
-            elif "end" in message:
-                self._queue.put_nowait(events.RemoteEnd(*message["end"]))
+            elif self._take(message):
                 return
-            elif "error" in message:
-                reason = f"{self.address} has refused this host: {message['error']}"
-                self._queue.put_nowait(events.RemoteEnd(2, reason))
-                return
-            else:
-                self._take_of_watcher(message)
         self.is_lost = True
         self._link.abort()
-        self._evidence.lost(self._leader, self._link.heard, self._link.acknowledged)
+        self._evidence.lost(self._leader_id, self._link.heard, self._link.acknowledged)
         how = "is silent" if self._link.is_silent else "has ended, or cannot be reached"
-        reason = f"the launcher that leads, at {self.address}, {how}"
+        reason = f"the launcher that leads, at {self._leader}, {how}"
         self._queue.put_nowait(events.RemoteStop(signal.SIGTERM, 0.0, reason))
 
     def _start(self, start: dict[str, Any]) -> None:

@@ -11,9 +11,7 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, chosen
 from jax_ring.launcher.failures import NO_RANK, Failure
-from jax_ring.launcher.multi_host.links import Link
-from jax_ring.launcher.shared import Remote
-from jax_ring.launcher.watching.others import Others
+from jax_ring.launcher.multi_host.links import Leads, Link
 
 
 @dataclasses.dataclass
@@ -27,7 +25,7 @@ class Guest:
     accepted: int = 0
 
 
-class Leader(Remote):
+class Leader(Leads[str]):
     """Attributes:
     guests: other hosts that have come, by id, in the order in which they have.
     group: that runs.
@@ -39,20 +37,20 @@ class Leader(Remote):
     def __init__(
         self, own: Host, options: Options, register: Register, evidence: Evidence, queue: asyncio.Queue[events.Event]
     ) -> None:
-        self._own, self._options, self._register, self._evidence, self._queue = own, options, register, evidence, queue
+        super().__init__(own.address, queue)
+        self._own, self._options, self._register, self._evidence = own, options, register, evidence
         self.guests: dict[str, Guest] = {}
         self.group: Group | None = None
         self.restarts = 0
         self.has_lost = False
         self.min_processes = 1
         self._multiple_of: int | None = None
-        self._succeeded: set[str] = set()
-        self._stopped: set[str] = set()
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None
         self._is_change_pending = self._is_stopping = False
-        self._changed = asyncio.Event()
-        self.others: Others = Others(self._send)
+
+    def _links(self) -> dict[str, Link]:
+        return {host: guest.link for host, guest in self.guests.items()}
 
     # ---- Hosts -------------------------------------------------------------------------------------------------------
 
@@ -75,7 +73,7 @@ class Leader(Remote):
         self._compare()
         self._notify()
         while (message := await link.receive()) is not None:
-            self._take(guest, message)
+            self._hear(guest, message)
         self._lose(guest)
 
     def _refusal(self, hello: dict[str, Any]) -> str:
@@ -91,30 +89,26 @@ class Leader(Remote):
                 return f"there is a launcher with --node-rank {rank} already, at {host.address}"
         return ""
 
-    def _take(self, guest: Guest, message: dict[str, Any]) -> None:
+    def _hear(self, guest: Guest, message: dict[str, Any]) -> None:
+        if "attempt" in message:
+            self._take(guest.host.id, message)
+            return
         if "accepted" in message:
             guest.accepted = message["accepted"]
         elif "gone" in message:
             guest.gone = message["gone"]
-        elif self.group is not None and message.get("attempt") == self.group.number:
-            if "progress" in message:
-                self.others.take(self.group.ids.index(guest.host.id), message["progress"])
-                return
-            if "failed" in message:
-                failure = Failure(**message["failed"])
-                index = self.group.ids.index(guest.host.id)
-                self._queue.put_nowait(events.RemoteFailed(index, failure))
-            elif "succeeded" in message:
-                self._succeeded.add(guest.host.id)
-            elif "stopped" in message:
-                self._stopped.add(guest.host.id)
-                if not self._is_stopping:
-                    self._fail(guest.host.id, f"has ended its processes: {message['stopped']}")
-            elif "left" in message:
-                self._leaves(guest.host.id, *message["left"])
-            elif "enlisted" in message:
-                self.tell_enlisted(*message["enlisted"])
         self._notify()
+
+    def _take(self, host: str, message: dict[str, Any]) -> None:
+        super()._take(host, message)
+        if message["attempt"] != self._attempt:
+            return
+        if "stopped" in message and not self._is_stopping:
+            self._fail(host, f"has ended its processes: {message['stopped']}")
+        elif "left" in message:
+            self._leaves(host, *message["left"])
+        elif "enlisted" in message:
+            self.tell_enlisted(*message["enlisted"])
 
     def _lose(self, guest: Guest) -> None:
         guest.link.abort()
@@ -188,9 +182,8 @@ class Leader(Remote):
 
     def begin(self, group: Group, coordinator: str) -> None:
         """Starts an attempt on other hosts."""
-        self.group = group
-        self.others.forget()
-        self._succeeded, self._stopped, self._left = set(), set(), set()
+        self.group, self._left = group, set()
+        self._begin(group.number, {host: index for index, host in enumerate(group.ids) if host != self._own.id})
         self._is_change_pending = self._is_stopping = self.has_lost = False
         for host in set(self.guests) & set(group.ids):
             start = {"group": group, "coordinator": coordinator, "restarts": self.restarts}
@@ -198,45 +191,18 @@ class Leader(Remote):
         for spare in set(self.guests) - set(group.ids):
             self.guests[spare].link.send({"started": group})
 
-    async def stopped(self) -> None:
-        """Waits until other hosts' processes have ended, or their launchers are gone."""
-        while self._running():
-            await self.next_change()
-
     def drop_running(self) -> None:
         """Drops hosts whose processes have not ended in time."""
         for host in self._running():
             self._lose(self.guests[host])
 
-    def _running(self) -> set[str]:
-        assert self.group is not None
-        return set(self.group.ids) & set(self.guests) - self._stopped
-
     def ended(self) -> None:
         """The attempt has ended."""
         self.group = None
+        self._begin(-1, {})
         if self._leave_timer is not None:
             self._leave_timer.cancel()
             self._leave_timer = None
-
-    async def end(self, status: int, reason: str) -> None:
-        """Ends the job on all hosts."""
-        for guest in self.guests.values():
-            guest.link.send({"end": [status, reason]})
-        await asyncio.gather(*(guest.link.close() for guest in self.guests.values()))
-
-    async def next_change(self, seconds: float | None = None) -> None:
-        """Waits until something changes, or so long."""
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._queue.put_nowait(events.RemoteChanged())
 
     def _compare(self) -> None:
         """Has the processes leave at a commit if there would be other hosts."""
@@ -263,22 +229,9 @@ class Leader(Remote):
 
     # ---- Called by the attempt ---------------------------------------------------------------------------------------
 
-    def succeeded(self) -> bool:
-        assert self.group is not None
-        return set(self.group.ids) - {self._own.id} <= self._succeeded
-
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        assert self.group is not None
         self._is_stopping = True
-        for host in set(self.group.ids) & set(self.guests):
-            stop = [self.group.number, signum, grace, f"{self._own.address}: {reason}"]
-            self.guests[host].link.send({"stop": stop})
-
-    def _send(self, message: dict[str, Any], index: int | None) -> None:
-        assert self.group is not None
-        for each, host in enumerate(self.group.ids):
-            if host in self.guests and (index is None or each == index):
-                self.guests[host].link.send({**message, "attempt": self.group.number})
+        super().tell_stop(signum, grace, reason)
 
     def tell_left(self, is_all: bool, reason: str) -> None:
         self._leaves(self._own.id, is_all, reason)

@@ -10,7 +10,7 @@ import json
 import math
 import signal
 import time
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jax_ring.launcher import events
 from jax_ring.launcher.failures import Failure
@@ -24,6 +24,8 @@ from jax_ring.launcher.watching.report import Place
 SILENCE_SECONDS = 20.0
 LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
 _RETRY_SECONDS = 0.2
+
+K = TypeVar("K")
 
 
 class Link:
@@ -106,8 +108,9 @@ class Led(Remote):
     _link: Link
     _receiving: asyncio.Task[None]
 
-    def __init__(self, queue: asyncio.Queue[events.Event]) -> None:
-        self._queue = queue
+    def __init__(self, leader: str, queue: asyncio.Queue[events.Event]) -> None:
+        """leader: its name, for messages."""
+        self._leader, self._queue = leader, queue
         self._attempt = self._index = -1
         self._has_told_success = False
         self.is_lost = False
@@ -139,30 +142,118 @@ class Led(Remote):
     def _tell(self, what: str, value: Any) -> None:
         self._link.send({what: value, "attempt": self._attempt})
 
-    def _take_of_watcher(self, message: dict[str, Any]) -> None:
-        """Takes what the leading launcher's watcher has sent."""
-        if message.get("attempt") != self._attempt:
+    def _take(self, message: dict[str, Any]) -> bool:
+        """Takes a message that any leader sends; returns whether it is the last one."""
+        if "stop" in message:
+            attempt, *stop = message["stop"]
+            if attempt == self._attempt:
+                self._queue.put_nowait(events.RemoteStop(*stop))
+        elif "end" in message:
+            self._queue.put_nowait(events.RemoteEnd(*message["end"]))
+        elif "error" in message:
+            reason = f"{self._leader} has refused this host: {message['error']}"
+            self._queue.put_nowait(events.RemoteEnd(2, reason))
+        elif message.get("attempt") == self._attempt:
+            if "where" in message:
+                self.asks_where.set()
+            elif "stuck" in message:
+                blamed, waiting = message["stuck"]
+                self._queue.put_nowait(events.Stuck(dict(blamed), tuple(waiting)))
+        return "end" in message or "error" in message
+
+
+class Leads(Remote, Generic[K]):
+    """The side of a launcher that decides for other hosts, which have keys: hears what becomes of their processes."""
+
+    def __init__(self, name: str, queue: asyncio.Queue[events.Event]) -> None:
+        """name: of this host, for messages to the others."""
+        self._name, self._queue = name, queue
+        self._attempt = -1
+        self._index: dict[K, int] = {}  # of the other hosts that take part in the attempt
+        self._succeeded: set[K] = set()
+        self._stopped: set[K] = set()
+        self._changed = asyncio.Event()
+        self.others: Others = Others(self._send)
+
+    def _links(self) -> dict[K, Link]:
+        """All other hosts that are here."""
+        raise NotImplementedError
+
+    def _begin(self, attempt: int, index: dict[K, int]) -> None:
+        self._attempt, self._index = attempt, index
+        self._succeeded, self._stopped = set(), set()
+        self.others.forget()
+
+    def _taking_part(self) -> dict[K, Link]:
+        return {host: link for host, link in self._links().items() if host in self._index}
+
+    def _running(self) -> set[K]:
+        return set(self._taking_part()) - self._stopped
+
+    async def stopped(self) -> None:
+        """Waits until other hosts' processes have ended, or their launchers are gone."""
+        while self._running():
+            await self.next_change()
+
+    async def end(self, status: int, reason: str) -> None:
+        """Ends the job on all hosts."""
+        links = self._links().values()
+        for link in links:
+            link.send({"end": [status, reason]})
+        await asyncio.gather(*(link.close() for link in links))
+
+    async def next_change(self, seconds: float | None = None) -> None:
+        """Waits until something changes, or so long."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._queue.put_nowait(events.RemoteChanged())
+
+    def _send(self, message: dict[str, Any], index: int | None) -> None:
+        for host, link in self._taking_part().items():
+            if index is None or self._index[host] == index:
+                link.send({**message, "attempt": self._attempt})
+
+    def _take(self, host: K, message: dict[str, Any]) -> None:
+        """Takes a message about the attempt."""
+        if message.get("attempt") != self._attempt or host not in self._index:
             return
-        if "where" in message:
-            self.asks_where.set()
-        elif "stuck" in message:
-            blamed, waiting = message["stuck"]
-            self._queue.put_nowait(events.Stuck(dict(blamed), tuple(waiting)))
+        if "progress" in message:
+            self.others.take(self._index[host], message["progress"])
+            return
+        if "failed" in message:
+            self._queue.put_nowait(events.RemoteFailed(self._index[host], Failure(**message["failed"])))
+        elif "succeeded" in message:
+            self._succeeded.add(host)
+        elif "stopped" in message:
+            self._stopped.add(host)
+        self._notify()
+
+    # Called by the attempt:
+
+    def succeeded(self) -> bool:
+        return set(self._index) <= self._succeeded
+
+    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
+        for link in self._taking_part().values():
+            link.send({"stop": [self._attempt, signum, grace, f"{self._name}: {reason}"]})
 
 
-class Hub(Remote):
+class Hub(Leads[int]):
     """Host 0's side."""
 
     def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
-        self._nnodes, self._queue = nnodes, queue
-        self._links: dict[int, Link] = {}  # by host
+        super().__init__("host 0", queue)
+        self._nnodes = nnodes
+        self._here: dict[int, Link] = {}
         self._processes: dict[int, int] = {}  # by host
-        self._taking_part: set[int] = set()  # in the current attempt
-        self._succeeded: set[int] = set()
-        self._stopped: set[int] = set()
-        self._restart = -1
-        self._changed = asyncio.Event()
-        self.others: Others = Others(self._send)
+
+    def _links(self) -> dict[int, Link]:
+        return self._here
 
     async def start(self, host: str, port: int) -> asyncio.Server:
         """Begins to listen.
@@ -174,52 +265,28 @@ class Hub(Remote):
         return self._server
 
     async def gathered(self) -> None:
-        while len(self._links) < self._nnodes - 1:
-            await self._next_change()
+        while len(self._here) < self._nnodes - 1:
+            await self.next_change()
 
     def missing(self) -> list[int]:
         """The hosts without a launcher here."""
-        return sorted(set(range(1, self._nnodes)) - set(self._links))
+        return sorted(set(range(1, self._nnodes)) - set(self._here))
 
     def begin(self, restart: int, own_processes: int, coordinator: str) -> int:
         """Starts an attempt on other hosts; returns the number of all processes."""
-        self._restart, self._taking_part = restart, set(self._links)
-        self._succeeded.clear()
-        self._stopped.clear()
-        self.others.forget()
+        self._begin(restart, {node: node for node in self._here})
         first = {}
         total = own_processes
-        for node in sorted(self._links):
+        for node in sorted(self._here):
             first[node] = total
             total += self._processes[node]
-        for node, link in self._links.items():
+        for node, link in self._here.items():
             link.send({"start": [restart, first[node], total, coordinator]})
         return total
 
-    async def stopped(self) -> None:
-        """Waits until other hosts' processes have ended, or their launchers are gone."""
-        while self._taking_part - self._stopped & set(self._links):
-            await self._next_change()
-
     async def end(self, status: int, reason: str) -> None:
         self._server.close()
-        for link in self._links.values():
-            link.send({"end": [status, reason]})
-        await asyncio.gather(*(link.close() for link in self._links.values()))
-
-    # Called by the attempt:
-
-    def succeeded(self) -> bool:
-        return self._taking_part <= self._succeeded
-
-    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        for node in self._taking_part & set(self._links):
-            self._links[node].send({"stop": [self._restart, signum, grace, f"host 0: {reason}"]})
-
-    def _send(self, message: dict[str, Any], node: int | None) -> None:
-        for each in self._taking_part & set(self._links):
-            if node is None or each == node:
-                self._links[each].send({**message, "attempt": self._restart})
+        await super().end(status, reason)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer)
@@ -230,12 +297,12 @@ class Hub(Remote):
             return
         assert hello is not None
         node = hello["node"]
-        self._links[node], self._processes[node] = link, hello["processes"]
+        self._here[node], self._processes[node] = link, hello["processes"]
         self._notify()
         while (message := await link.receive()) is not None:
             self._take(node, message)
-        del self._links[node]
-        if node in self._taking_part and node not in self._stopped:
+        del self._here[node]
+        if node in self._index and node not in self._stopped:
             failure = Failure(f"host {node}", -node, "is gone: its launcher has ended, or cannot be reached")
             self._queue.put_nowait(events.RemoteFailed(node, failure))
         self._notify()
@@ -250,38 +317,16 @@ class Hub(Remote):
             return "this is the launcher of a jax_ring job"
         if nnodes != self._nnodes:
             return f"host 0 was started with --nnodes {self._nnodes}, host {node} with --nnodes {nnodes}"
-        if node in self._links or not 0 < node < self._nnodes:
+        if node in self._here or not 0 < node < self._nnodes:
             return f"there is a launcher with --node-rank {node} already"
         return ""
-
-    def _take(self, node: int, message: dict[str, Any]) -> None:
-        if message.get("attempt") != self._restart:
-            return
-        if "failed" in message:
-            self._queue.put_nowait(events.RemoteFailed(node, Failure(**message["failed"])))
-        elif "succeeded" in message:
-            self._succeeded.add(node)
-        elif "stopped" in message:
-            self._stopped.add(node)
-        elif "progress" in message:
-            self.others.take(node, message["progress"])
-            return
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._queue.put_nowait(events.RemoteChanged())
-
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
 
 
 class Spoke(Led):
     """Another host's side, which queues what host 0 wants."""
 
     def __init__(self, node: int, queue: asyncio.Queue[events.Event]) -> None:
-        super().__init__(queue)
+        super().__init__("host 0", queue)
         self._node = node
 
     async def connect(self, host: str, port: int, nnodes: int, processes: int) -> None:
@@ -302,18 +347,8 @@ class Spoke(Led):
                 start = events.RemoteStart(*message["start"])
                 self._begin(start.restart, self._node)
                 self._queue.put_nowait(start)
-            elif "stop" in message:
-                restart, signum, grace, reason = message["stop"]
-                if restart == self._attempt:
-                    self._queue.put_nowait(events.RemoteStop(signum, grace, reason))
-            elif "end" in message:
-                self._queue.put_nowait(events.RemoteEnd(*message["end"]))
+            elif self._take(message):
                 return
-            elif "error" in message:
-                self._queue.put_nowait(events.RemoteEnd(2, f"host 0 has refused this host: {message['error']}"))
-                return
-            else:
-                self._take_of_watcher(message)
         self.is_lost = True
         reason = "the launcher of host 0 has ended, or cannot be reached"
         self._queue.put_nowait(events.RemoteStop(signal.SIGTERM, 0.0, reason))
