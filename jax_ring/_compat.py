@@ -38,6 +38,7 @@ try:
     from jax._src import distributed as _distributed
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
+    from jax._src.interpreters import partial_eval as _partial_eval
     from jax._src.interpreters import pxla as _pxla
     from jax._src.interpreters.pxla import axis_groups as axis_groups
     from jax._src.lax import parallel as _parallel
@@ -60,6 +61,9 @@ try:
     _platform_lowerings = _mlir._platform_specific_lowerings
     _uncacheable_primitives = _mlir._uncacheable_primitives
     _source_info_to_location = _mlir.source_info_to_location
+    _rules_for_knowns = _partial_eval.custom_partial_eval_rules
+    _rules_for_remat = _partial_eval.partial_eval_jaxpr_custom_rules
+    _remat_case = _partial_eval.ensure_enum
     COLLECTIVE_CHANNEL_ID = _mlir.COLLECTIVE_CHANNEL_ID
     _module_of = _mlir.build_mlir_module_helper
     _to_xla = _xla_client._xla.mlir.mlir_module_to_xla_computation
@@ -722,6 +726,47 @@ def register_dead_code_rule(primitive, rule) -> None:
     rule: (used_outputs, eqn), from JAX 0.12 on with the liveness of the inputs between the two.
     """
     _dce_rules[primitive] = rule
+
+
+def evaluate_operands_apart(primitive) -> None:
+    """Lets JAX know some results of a primitive, which has one for each operand, and not others.
+
+    As if there were an equation for each. By default one unknown operand makes all results unknown.
+    """
+    _rules_for_knowns[primitive] = functools.partial(_evaluate_knowns, primitive)
+    _rules_for_remat[primitive] = _split_for_remat
+
+
+def _evaluate_knowns(primitive, trace, *tracers, **params):
+    results: dict = {}
+    for known in (True, False):
+        places = [i for i, tracer in enumerate(tracers) if tracer.is_known() is known]
+        if places:
+            of_places = trace.default_process_primitive(primitive, [tracers[i] for i in places], params)
+            results.update(zip(places, of_places, strict=True))
+    return [results[i] for i in range(len(tracers))]
+
+
+def _split_for_remat(saveable: Callable, unknown: Sequence[bool], instantiated: Sequence[bool], eqn) -> tuple:
+    """An equation's part for the first pass and that for the second: what JAX does for equations without a rule."""
+
+    def part(wanted: Sequence[bool]):
+        keep = lambda variables: [v for v, is_wanted in zip(variables, wanted, strict=True) if is_wanted]  # noqa: E731
+        return eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars)) if any(wanted) else None
+
+    first = part([not each for each in unknown])
+    # A rule cannot return the two equations that move results elsewhere. They stay here, as if saved.
+    recomputed = first is not None and isinstance(
+        _remat_case(saveable(eqn.primitive, *[v.aval for v in first.invars], **eqn.params)), _partial_eval.RecomputeType
+    )
+    in_second = [each or recomputed for each in unknown]
+    second = part(in_second)
+    residuals = [
+        v
+        for v, used, there in zip(eqn.invars, in_second, instantiated, strict=True)
+        if used and not there and not is_literal(v)
+    ]
+    return first, second, list(unknown), in_second, residuals
 
 
 def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:

@@ -66,6 +66,7 @@ def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive)
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, call.function, rules)
+    _compat.evaluate_operands_apart(primitive)
     _compat.register_dead_code_rule(primitive, _dead_code)
     # Not cacheable, because a cached lowering does not know the user's source line of the call.
     mlir.register_lowering(primitive, partial(lower, call), cacheable=False)

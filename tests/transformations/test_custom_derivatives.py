@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_matches_lax, make_mesh, num_calls, sharded
 from jax import lax
 
-from jax_ring import ring_psum
+from jax_ring import _compat, ring_psum
 
 MESH = make_mesh((4,))
 X = np.arange(8, dtype=np.float32) - 3
@@ -100,6 +100,79 @@ def test_within_scan_and_checkpoint(custom, check_vma):
         f = jax.checkpoint(custom(psum))
         step = lambda c, k: (jnp.mod(f(c), 5) + x * k, ())  # noqa: E731
         return jax.grad(lambda x: jnp.sum(lax.scan(step, x, jnp.arange(3.0))[0] * t))(x)
+
+    check(body, check_vma)
+
+
+def with_one_call_for_tangents_and_values(psum):
+    """t times the sum of t x. Its rule sums a value, a tangent and a constant at once."""
+
+    @jax.custom_jvp
+    def f(x, t):
+        return psum(x * t, "i") * t
+
+    @f.defjvp
+    def rule(primals, tangents):
+        x, t = primals
+        total, tangent, scale = psum((x * t, tangents[0] * t, t), "i")
+        return total * t, tangent * scale * t
+
+    return f
+
+
+def test_a_rule_with_one_call_for_tangents_and_values(check_vma):
+    def body(psum, x, t):
+        f = with_one_call_for_tangents_and_values(psum)
+        in_scan = lambda x, t: lax.scan(lambda c, _: (jnp.mod(f(c, t), 5) + x, ()), x, length=2)[0]  # noqa: E731
+        saved = jax.checkpoint(in_scan, policy=jax.checkpoint_policies.everything_saveable)
+        functions = [f, jax.jit(f), jax.checkpoint(f), in_scan, jax.checkpoint(in_scan), saved]
+        return [jax.grad(lambda x, f=f: jnp.sum(f(x, t) * x))(x) for f in functions]
+
+    check(body, check_vma)
+
+
+def test_as_many_leaves_are_summed_as_with_lax(check_vma):
+    """By a rule that sums tangents and values at once, also where checkpoints compute sums again."""
+
+    def num_leaves(jaxpr):
+        inner = jax.tree.leaves([list(e.params.values()) for e in jaxpr.eqns], is_leaf=_compat.is_jaxpr)
+        own = sum(len(e.invars) for e in jaxpr.eqns if "psum" in e.primitive.name)
+        return own + sum(num_leaves(getattr(x, "jaxpr", x)) for x in inner if _compat.is_jaxpr(x))
+
+    def leaves(psum):
+        counts = []
+
+        def body(x, t):
+            f = with_one_call_for_tangents_and_values(psum)
+            twice = lambda x, t: jnp.sin(f(jnp.sin(f(x, t)), t))  # noqa: E731
+            saved = jax.checkpoint(twice, policy=jax.checkpoint_policies.everything_saveable)
+            for each in (twice, saved, jax.checkpoint(twice)):
+                gradient = jax.grad(lambda x, t, f=each: jnp.sum(f(x, t) * x))
+                counts.append(num_leaves(jax.make_jaxpr(gradient)(x, t).jaxpr))
+            return x
+
+        sharded(body, mesh=MESH, check_vma=check_vma)(X, T)
+        return counts
+
+    assert leaves(ring_psum) == leaves(lax.psum)
+
+
+def test_transposes_of_calls_that_sum_constants_as_well(check_vma):
+    def body(psum, x, t):
+        def linear(x):
+            total, scale = psum((x, t), "i")
+            return total * scale
+
+        def solve(x):
+            # The matrix is a multiple of the identity, plus what sums over the ranks.
+            def product(v):
+                total, scale = psum((v * t, t * t), "i")
+                return scale * v + 0 * total
+
+            return lax.custom_linear_solve(product, x, lambda _, x: x / psum(t * t, "i"), symmetric=True)
+
+        (of_linear,) = jax.linear_transpose(linear, x)(psum(t, "i"))
+        return of_linear, jax.grad(lambda x: jnp.sum(solve(x) * t))(x)
 
     check(body, check_vma)
 
