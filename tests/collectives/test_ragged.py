@@ -92,6 +92,27 @@ def test_types_of_sizes(dtype):
         np.testing.assert_array_equal(mapped()(*arguments), reference(*arguments))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_sums_of_offsets_do_not_fit_their_type(dtype):
+    """Of a batch, whose members become consecutive rows, and of the end of a slice in the derivative."""
+    last = np.iinfo(dtype).max
+    operand, output = np.ones((RANKS, ROWS_IN), np.float32), np.zeros((RANKS, last + 20), np.float32)
+    begins, sizes, to, received = plan()
+    to = to + last + 1 - (to + sizes).max()
+
+    def body(*xs):
+        operand, output, *numbers = (x[0] for x in xs)
+        call = lambda output: ring_ragged_all_to_all(operand, output, *numbers, axis_name="i")  # noqa: E731
+        batch = output + jnp.arange(3.0)[:, None]
+        return jax.vmap(call)(batch)[None], jax.grad(lambda output: jnp.sum(call(output)))(output)[None]
+
+    numbers = [x.astype(dtype) for x in (begins, sizes, to, received)]
+    values, gradients = sharded(body, mesh=make_mesh((RANKS,)))(operand, output, *numbers)
+    kept = reference(0 * operand, output + 1, begins, sizes, to, received)
+    np.testing.assert_array_equal(gradients, kept)
+    np.testing.assert_array_equal(values, np.stack([(1 - kept) + kept * member for member in range(3)], 1))
+
+
 def test_groups(check_vma):
     operand, output = arrays()
     f = mapped(axis_index_groups=GROUPS, check_vma=check_vma)
