@@ -16,7 +16,7 @@ from jax_ring.inspect.table import relative, table
 from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import dispatch, override, ragged
 from jax_ring.lowering.hierarchical import ranks_by_host
-from jax_ring.lowering.kinds import KINDS
+from jax_ring.lowering.kinds import KINDS, is_number
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
@@ -232,7 +232,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
     if options.num_shards is not None:
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]  # without slots
     num_bytes = sum(map(_num_bytes, message))
-    if _belongs_to_jax_ring(eqn.primitive.name):
+    if _belongs_to_jax_ring(eqn):
         predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
     else:
         sent = wire_bytes(kind, num_bytes, [len(group) for group in groups])
@@ -283,9 +283,11 @@ def _aval_text(aval) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
-def _belongs_to_jax_ring(primitive_name: str) -> bool:
-    """Whether jax_ring lowers this primitive: its own, and those of JAX under `override_lax()`."""
-    return primitive_name.startswith("ring_") or override.is_overridden(primitive_name)
+def _belongs_to_jax_ring(eqn: core.JaxprEqn) -> bool:
+    """Whether jax_ring lowers this call: its own, and under `override_lax()` those of JAX, but for random keys."""
+    name = eqn.primitive.name
+    operand: Any = eqn.invars[0].aval
+    return name.startswith("ring_") or (override.is_overridden(name) and is_number(operand.dtype))
 
 
 def _who_serves(
@@ -294,7 +296,7 @@ def _who_serves(
     """`Collective.served_by` and `Collective.why`."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank"
-    if not _belongs_to_jax_ring(eqn.primitive.name):
+    if not _belongs_to_jax_ring(eqn):
         return "XLA", "a collective of lax, not overridden"
     platforms = (_platform(axis_context.mesh),)
     found = dispatch.who_serves(platforms, axis_context, groups, KINDS[kind], options, eqn.params.get("perm"))
@@ -327,6 +329,8 @@ def _total_text(collectives: Sequence[Collective | Instruction]) -> str:
 
 
 def _num_bytes(aval) -> int:
+    if not is_number(aval.dtype):  # random keys
+        aval = jax.eval_shape(jax.random.key_data, aval)
     # Integers of fewer than 8 bits are packed; booleans are not.
     bits = 8 if aval.dtype == bool else jax.dtypes.itemsize_bits(aval.dtype)
     return math.ceil(aval.size * bits / 8)

@@ -1,5 +1,8 @@
 """jax_ring.explain: the collectives of a function, what serves them, and their predicted and counted bytes."""
 
+import contextlib
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,6 +227,16 @@ def test_served_by_under_the_override():
     assert only(found.collectives).served_by == "jax_ring"
     assert only(found.instructions).name == "jax_ring_all_reduce"
     assert only(explained(body).collectives).served_by == "XLA"
+
+
+def test_random_keys_stay_with_jax_under_the_override():
+    keys = jax.random.split(jax.random.key(0), RANKS)
+    for override in (contextlib.nullcontext, partial(override_lax, partitioner=False)):
+        with override():
+            found = explained(lambda x: lax.all_gather(x, "i", tiled=True), keys)
+        call = only(found.collectives)
+        assert (call.served_by, call.num_bytes) == ("XLA", 8 * RANKS)
+        assert found.predicted_bytes == found.counted_bytes == call.wire_bytes
 
 
 def test_sums_that_differentiation_inserts():
