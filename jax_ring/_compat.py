@@ -222,6 +222,23 @@ def without_first_dimension(aval):
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
+def undivided(x, dimension: int):
+    """x with a dimension that no explicit axis of a mesh divides. Slices of a divided one must fit the axis."""
+    sharding = jax.typeof(x).sharding
+    partitions = list(sharding.spec.partitions)
+    if partitions[dimension] is None:
+        return x
+    partitions[dimension] = None
+    return jax.sharding.reshard(x, sharding.update(spec=sharding.spec.update(partitions=tuple(partitions))))
+
+
+def batch_sharding(x, batch, dimension: int | None):
+    """The sharding of a batch of x in front, over which explicit axes are divided as over a dimension of `batch`."""
+    sharding = jax.typeof(x).sharding
+    axis = None if dimension is None else jax.typeof(batch).sharding.spec.partitions[dimension]
+    return sharding.update(spec=sharding.spec.update(partitions=(axis, *sharding.spec.partitions)))
+
+
 def abstract_psum(aval, **params):
     """JAX's checks and effects for a psum that keeps its operand's type."""
     out, effects = psum_p.abstract_eval(aval, **_params_of_lax(psum_p, params))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import shard_tree
+from jax_ring import _compat, shard_tree
 from jax_ring.lowering.custom_call.layout import merge_dimensions, split_dimension
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import Options
@@ -32,6 +32,7 @@ def _sum(x: jax.Array, dim: int | None, size: int, options: Options) -> jax.Arra
 
 def _tree_sum(x: jax.Array, dim: int | None, size: int, num_shards: int | None) -> jax.Array:
     """The sum along the tree; each member has one shard, or a dimension with its terms."""
+    x = x if dim is None else _compat.undivided(x, dim)
 
     def term(rank: int, slot: int) -> jax.Array:
         of_member = x if dim is None else lax.index_in_dim(x, rank, dim, keepdims=False)
@@ -91,9 +92,12 @@ def permute(x, dim, size, options, *, perm):
 
 def reduce(x, dim, size, options, *, root):
     total = _sum(x, dim, size, options)
-    return jnp.zeros((size, *total.shape), total.dtype).at[root].set(total), 0
+    shape, sharding = (size, *total.shape), _compat.batch_sharding(total, x, dim)
+    totals = jnp.broadcast_to(total, shape, out_sharding=sharding)
+    is_root = lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=sharding) == root
+    return jnp.where(is_root, totals, jnp.zeros_like(totals)), 0
 
 
 def broadcast(x, dim, size, options, *, root):
     del size, options
-    return x if dim is None else lax.index_in_dim(x, root, dim, keepdims=False), None
+    return x if dim is None else lax.index_in_dim(_compat.undivided(x, dim), root, dim, keepdims=False), None

@@ -12,7 +12,10 @@ from collectives import (
     every_collective,
     vary,
 )
-from helpers import RANKS, assert_matches_lax, assert_same_trees, make_mesh, num_calls, sharded
+from helpers import RANKS, assert_matches_lax, assert_same_bits, assert_same_trees, make_mesh, num_calls, sharded
+from jax.sharding import PartitionSpec as P
+
+from jax_ring import ring_broadcast, ring_pbroadcast, ring_psum, ring_reduce
 
 X = (np.arange(3 * RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1], 3)
 
@@ -123,6 +126,30 @@ def test_over_the_batch_with_vma_tracking(collective):
     result = np.asarray(sharded(body, mesh=make_mesh((2,)))(x))
     np.testing.assert_array_equal(result[:RANKS], collective.oracle(BATCH))
     np.testing.assert_array_equal(result[RANKS:], collective.oracle(BATCH + 1))
+
+
+ON_A_DIVIDED_BATCH = {
+    "tree": lambda x: ring_psum(x, "v", order="tree"),
+    "reduce": lambda x: ring_reduce(jnp.round(8 * x), "v", root=2) - x,
+    "broadcast": lambda x: ring_broadcast(x, "v", root=2) - x,
+    "pbroadcast": lambda x: ring_pbroadcast(x, "v", 2),
+    "gradient": lambda x: jax.grad(lambda x: jnp.sum(ring_broadcast(x * x, "v", root=2)))(x),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_over_a_batch_that_explicit_axes_divide(dim):
+    mesh = jax.make_mesh((RANKS // 2,), ("m",))
+    x = np.sin(np.arange(4.0 * RANKS * RANKS, dtype=np.float32)).reshape(RANKS, RANKS, 4)
+    x[2, 2, 0] = -0.0
+
+    def every(x):
+        return jax.vmap(lambda x: {name: f(x) for name, f in ON_A_DIVIDED_BATCH.items()}, dim, axis_name="v")(x)
+
+    with jax.set_mesh(mesh), jax.numpy_rank_promotion("raise"):
+        for spec in (P("m"), P(None, "m")):
+            divided = jax.jit(every)(jax.device_put(x, spec))
+            assert_same_bits(divided, every(x))
 
 
 @a_subtest_for_each_collective(lambda name, pair: not name.startswith(("psum", "pm")) or "scatter" in name)
