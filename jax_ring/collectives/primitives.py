@@ -62,7 +62,9 @@ def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
 
     primitive.def_effectful_abstract_eval(abstract_eval)
     primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
-    if rules.transpose is not None:
+    if rules.transpose is None:
+        ad.primitive_jvps[primitive] = partial(_refuse_jvp, call.function)
+    else:
         ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive)
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, call.function, rules)
@@ -84,6 +86,13 @@ def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **p
         for result, tangent in zip(out, tangents, strict=True)
     ]
     return out, out_tangents
+
+
+def _refuse_jvp(function: str, primals: Sequence, tangents: Sequence, **params):
+    raise NotImplementedError(
+        f"Differentiation rule for '{function}' not implemented. Stop the gradient of its operand: "
+        f"{function}(jax.lax.stop_gradient(x), ...)."
+    )
 
 
 def _transpose(transpose_nonzero: Callable, cotangents: Sequence, *operands, **params):
