@@ -224,19 +224,23 @@ def without_first_dimension(aval):
 
 def undivided(x, dimension: int):
     """x with a dimension that no explicit axis of a mesh divides. Slices of a divided one must fit the axis."""
+    if explicit_axes(x, dimension) is None:
+        return x
     sharding = jax.typeof(x).sharding
     partitions = list(sharding.spec.partitions)
-    if partitions[dimension] is None:
-        return x
     partitions[dimension] = None
     return jax.sharding.reshard(x, sharding.update(spec=sharding.spec.update(partitions=tuple(partitions))))
 
 
-def batch_sharding(x, batch, dimension: int | None):
-    """The sharding of a batch of x in front, over which explicit axes are divided as over a dimension of `batch`."""
-    sharding = jax.typeof(x).sharding
-    axis = None if dimension is None else jax.typeof(batch).sharding.spec.partitions[dimension]
-    return sharding.update(spec=sharding.spec.update(partitions=(axis, *sharding.spec.partitions)))
+def stacked_sharding(x, axes=None):
+    """The sharding of a stack of arrays or types like x, whose first dimension is divided over explicit axes."""
+    sharding = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
+    return sharding.update(spec=sharding.spec.update(partitions=(axes, *sharding.spec.partitions)))
+
+
+def explicit_axes(x, dimension: int | None):
+    """The explicit axes of a mesh over which a dimension of x is divided; None if there are none."""
+    return None if dimension is None else jax.typeof(x).sharding.spec.partitions[dimension]
 
 
 def abstract_psum(aval, **params):

@@ -92,7 +92,7 @@ def permute(x, dim, size, options, *, perm):
 
 def reduce(x, dim, size, options, *, root):
     total = _sum(x, dim, size, options)
-    shape, sharding = (size, *total.shape), _compat.batch_sharding(total, x, dim)
+    shape, sharding = (size, *total.shape), _compat.stacked_sharding(total, _compat.explicit_axes(x, dim))
     totals = jnp.broadcast_to(total, shape, out_sharding=sharding)
     is_root = lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=sharding) == root
     return jnp.where(is_root, totals, jnp.zeros_like(totals)), 0

@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, tree_fold
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from shards import numbers, on_ranks, terms
+from shards import SAME, numbers, on_ranks, terms
 
 from jax_ring import ShardSums, ring_psum, ring_psum_scatter, ring_reduce, shard_tree
 
@@ -219,3 +219,16 @@ def test_export():
     exported = jax.export.export(jax.jit(lambda t: f(ShardSums(t, V, (F32,)))), platforms=("cpu", "cuda"))(shape)
     run = jax.export.deserialize(exported.serialize()).call
     assert_same_bits(run(jax.device_put(own.terms, shape.sharding)), tree_fold(numbers((V, 4))))
+
+
+def test_shards_that_an_explicit_axis_divides(check_vma):
+    mesh = jax.make_mesh((RANKS, 2), ("i", "j"))
+    shards = numbers((V, 4))
+    f = jax.shard_map(
+        lambda own: ring_psum(ShardSums.of(own, "i", V), "i", order="tree"), in_specs=P("i"), out_specs=SAME,
+        axis_names={"i"}, check_vma=check_vma,
+    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        total = jax.jit(f)(jax.device_put(shards, P("i", "j")))
+    assert total.sharding.spec == P("j")
+    assert_same_bits(total, tree_fold(shards))
