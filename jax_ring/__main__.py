@@ -6,6 +6,7 @@
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import platform
@@ -58,7 +59,14 @@ def main() -> None:
 def run_overridden(kind: str, *command: str) -> NoReturn:
     """Replaces this process, which has imported JAX already, by the program."""
     os.environ[runtime.OVERRIDE_VARIABLE] = "1"
-    os.execv(sys.executable, [sys.executable, "-P", worker.__file__, "alone", kind, *command])
+    os.execv(sys.executable, [sys.executable, *_options_of_python(), "-P", worker.__file__, "alone", kind, *command])
+
+
+def _options_of_python() -> list[str]:
+    """Those in front of `-m jax_ring`."""
+    given = sys.orig_argv[1:]
+    places = [i for i, pair in enumerate(itertools.pairwise(given)) if pair == ("-m", "jax_ring")]
+    return given[: places[0]] if places else []
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ import pkgutil
 import runpy
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable
 
@@ -74,19 +75,26 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, function: Callable) -> None:
         self._name, self._function = name, function
+        self._of_thread = threading.local()
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self._name:
+        if fullname != self._name or vars(self._of_thread):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._of_thread.is_looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            del self._of_thread.is_looking
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            self._function(module)
+            # Not before: a module may also be looked up without an import.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._function(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

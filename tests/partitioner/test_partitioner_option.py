@@ -293,11 +293,12 @@ def test_the_persistent_cache(tmp_path):
 
 
 UNCHANGED = """
-import sys, threading
+import importlib.util, sys, threading
+importlib.util.find_spec("jax")  # as packages do that can use JAX
 assert "jax" not in sys.modules and "jax_ring" not in sys.modules
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-print("jax_ring" in sys.modules, *sys.argv[1:])
+print("jax_ring" in sys.modules, *sys.argv[1:], sys.flags.optimize)
 mesh = jax.make_mesh((8,), ("i",))
 def run():
     f = jax.jit(lambda x: (x * 2).sum(0), out_shardings=NamedSharding(mesh, P()))
@@ -313,8 +314,8 @@ thread.join()
 @pytest.mark.parametrize(
     ("expected", "command"),
     [
-        (True, ["-m", "jax_ring", "run", "unchanged.py"]),
-        (True, ["-m", "jax_ring", "run", "-m", "unchanged"]),
+        (True, ["-O", "-m", "jax_ring", "run", "unchanged.py"]),
+        (True, ["-O", "-m", "jax_ring", "run", "-m", "unchanged"]),
         (True, ["-m", "jax_ring.launch", "-n", "1", "--devices", "8", "unchanged.py"]),
         (False, ["unchanged.py"]),
     ],
@@ -329,7 +330,7 @@ def test_a_program_that_is_not_edited(expected, command, tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     words = result.stdout.replace("[0] ", "").split()  # as the launcher begins lines
-    assert words == [str(expected), "--epochs", "3", str(expected), str(expected)]
+    assert words == [str(expected), "--epochs", "3", str(int("-O" in command)), str(expected), str(expected)]
 
 
 def test_the_variable_is_checked():
