@@ -28,8 +28,10 @@ class Attempt:
         self._memory = protocol.memory_prefix_for(shared.server.name if remote is None else plan.coordinator)
         self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
         self._raised: set[int] = set()  # those that an exception of their own ends
+        self._signalled: set[int] = set()  # those that were told to end
         self._killed: set[int] = set()
         self._reminded = False  # whether the wait for a report of the cause has begun
+        self._waits_for_cause = False  # whether it goes on, because the cause has not ended
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
@@ -169,6 +171,11 @@ class Attempt:
             failure, status = self._failures.of(number), self._processes[number].status
             if failure is not None and status is not None and status > 0:
                 failure.status = status
+        if self._elastic is None:
+            # Ends that no event has told yet.
+            for process in self._processes.values():
+                if process.status and process.number not in self._signalled | self._killed:
+                    self._failures.add(process.number, from_status(process.name, process.rank, process.status))
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
@@ -210,7 +217,7 @@ class Attempt:
 
     def _reminded_of(self, number: int | None) -> str | None:
         if number is None:
-            return None if self._elastic is not None else str(self._failures.first())
+            return self._reminded_of_cause()
         process = self._processes[number]
         if process.status is not None:
             return None
@@ -222,6 +229,20 @@ class Attempt:
             return None
         assert failure is not None
         return self._failed(number, failure, waited)
+
+    def _reminded_of_cause(self) -> str | None:
+        if self._elastic is not None:
+            return None
+        first = str(self._failures.first())
+        ended = {process.rank for process in self._processes.values() if process.status is not None}
+        more = self._options.grace - self._options.failure_grace
+        if self._waits_for_cause or more <= 0 or not (awaited := self._failures.awaited() - ended):
+            return first
+        self._waits_for_cause = True
+        ranks = ", ".join(map(str, sorted(awaited)))
+        self._log(f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause")
+        self._later(more, events.Reminder(None))
+        return None
 
     def _stuck(self, blamed: dict[int, str], waiting: Sequence[int]) -> str | None:
         processes = [process for number in blamed if (process := self._processes[number]).status is None]
@@ -294,6 +315,7 @@ class Attempt:
 
         received: the signal to the launcher, if one has ended the job. Otherwise one may still come.
         """
+        self.reap()  # one that has ended by itself is not told to
         is_for_all = received is not None or signum == signal.SIGKILL
         running = [each for each in self._running() if is_for_all or each.number not in self._raised]
         if running:
@@ -302,6 +324,7 @@ class Attempt:
         if self._remote is not None:
             self._remote.tell_stop(signum, grace, reason)
         for process in running:
+            self._signalled.add(process.number)
             process.send(signum)
         loop = asyncio.get_running_loop()
         start = received_at = loop.time()

@@ -79,5 +79,10 @@ class Failures:
         own = [failure for failure in self._of.values() if failure.is_own]
         return next(iter(own or self._of.values()), None)
 
+    def awaited(self) -> set[int]:
+        """The ranks that failures blame, and whose own is not known."""
+        blamed = {failure.caused_by for failure in self._of.values() if failure.caused_by is not None}
+        return blamed - {failure.rank for failure in self._of.values()} - {-1}
+
     def has_own(self) -> bool:
         return any(failure.is_own for failure in self._of.values())

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from launches import FAILS_BESIDE_A_SLOW_ONE, run, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, command_with, run, start
 
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
@@ -135,6 +135,77 @@ except RuntimeError as error:
     last = err.splitlines()[-1]
     assert last.startswith("jax_ring.launch: failed: rank 2 (pid ")
     assert last.endswith("raised ValueError: bad batch")
+
+
+# Rank 2 exits with status 7, and the others raise errors that name it as the cause.
+EXITS_BESIDE_OTHERS = f"""{RUNTIME}
+import os, pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+is_cause = os.environ["JAX_PROCESS_ID"] == "2"
+def wait_for(name):
+    while not (here / name).exists(): time.sleep(0.01)
+"""
+
+
+def test_a_process_that_others_blame_has_time_to_exit(script, tmp_path):
+    """The launcher has its status, although all others have reported and exited before."""
+    path = script(
+        EXITS_BESIDE_OTHERS
+        + """
+if is_cause:
+    wait_for("end")
+    sys.exit(7)
+raise RuntimeError("any text [failure 7]")
+"""
+    )
+    launcher = start("-n", "3", "--failure-grace", "0", "--grace", "60", path)
+    assert any("waiting up to 60 s for ranks 2 to exit, which may be the cause" in line for line in launcher.stderr)
+    (tmp_path / "end").touch()
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 7, err
+    last = err.splitlines()[-1]
+    assert last.startswith("jax_ring.launch: failed: rank 2 (pid ")
+    assert last.endswith("exited with status 7")
+
+
+def test_a_process_that_others_blame_and_that_stays(script):
+    """It is told to end after --grace, and its status then is none of its own."""
+    path = script(
+        EXITS_BESIDE_OTHERS
+        + """
+if is_cause:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    (here / "there").touch()
+    time.sleep(60)
+wait_for("there")
+raise RuntimeError("any text [failure 7]")
+"""
+    )
+    status, _, err = run("-n", "3", "--failure-grace", "0.5", "--grace", "0.7", path)
+    assert status == 1, err
+    assert "sending SIGTERM to ranks 2" in err
+    assert err.splitlines()[-1].endswith("raised RuntimeError: any text [failure 7]")
+
+
+def test_the_end_of_a_process_counts_also_before_its_event(script):
+    """It has come to its end, and the launcher turns to ending the others before it hears of that."""
+    path = script(
+        EXITS_BESIDE_OTHERS
+        + """
+if is_cause:
+    (here / "pid.new").write_text(str(os.getpid()))
+    (here / "pid.new").rename(here / "pid")
+    sys.exit(7)
+wait_for("pid")
+while os.path.exists("/proc/" + (here / "pid").read_text()): time.sleep(0.01)
+raise RuntimeError("any text [failure 7]")
+"""
+    )
+    no_events = "attempt.Attempt.reap = lambda self: [process.reap() for process in self._processes.values()]"
+    change = f"from jax_ring.launcher import attempt; {no_events}"
+    status, _, err = run("-n", "3", "--failure-grace", "0.1", "--grace", "60", path, command=command_with(change))
+    assert status == 7, err
+    assert err.splitlines()[-1].endswith("exited with status 7")
 
 
 def test_a_process_that_fails_has_time_for_its_handlers_of_atexit(script, tmp_path):
