@@ -67,6 +67,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     min_nodes, nnodes = _counts(parser, "--nnodes", given.nnodes)
     _check_numbers(parser, given)
     comes_and_goes = ":" in given.nnodes
+    if fewest < most and (nnodes > 1 or comes_and_goes):
+        parser.error(
+            f"-n MIN:MAX is for one host; with --nnodes {given.nnodes} give -n {most}. To go on without lost hosts "
+            "give --nnodes MIN:MAX"
+        )
     _check_program(parser, given.script, given.module)
     as_given = (
         "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
@@ -89,7 +94,8 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
     parser.add_argument(
         "-n", "--processes", required=True, metavar="N | MIN:MAX",
-        help="number of processes on this host. After a restart, MIN of them are enough where some fail repeatedly",
+        help="number of processes on this host. After a restart, MIN of them are enough where some fail repeatedly, "
+        "in a job of one host",
     )  # fmt: skip
     parser.add_argument(
         "--devices", type=int, help="devices per process: CPU devices, or GPUs that no other process uses (default: 1)"

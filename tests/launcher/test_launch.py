@@ -278,6 +278,8 @@ def test_closed_output_pipe(script):
     [
         (["-n", "0", __file__], "-n must be at least 1, got 0"),
         (["-n", "4:3", __file__], "-n MIN:MAX needs MIN <= MAX, got 4:3"),
+        (["-n", "3:4", "--nnodes", "2", __file__], "-n MIN:MAX is for one host; with --nnodes 2 give -n 4"),
+        (["-n", "3:4", "--nnodes", "1:2", __file__], "-n MIN:MAX is for one host; with --nnodes 1:2 give -n 4"),
         (["-n", "few", __file__], "-n must be a number or MIN:MAX, as in 3:4; got few"),
         (["-n", "2", "--max-restarts", "-1", __file__], "--max-restarts must be at least 0, got -1"),
         (["-n", "2", "--nnodes", "2", __file__], "--nnodes 2 needs --coordinator HOST:PORT, got None"),
