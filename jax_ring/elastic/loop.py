@@ -54,7 +54,8 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
         fit take part; the others wait. None allows any number.
 
     Raises:
-      ValueError: if `min_processes` or `num_shards` is not positive.
+      ValueError: if `min_processes` or `num_shards` is not positive; by the call, if the job has fewer than
+        `min_processes` processes.
     """
     if min_processes < 1:
         raise ValueError(f"elastic.run: min_processes must be at least 1, got {min_processes}")
@@ -88,7 +89,7 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
 
     Raises:
       RuntimeError: without a launcher, or before `jax.distributed.initialize()`.
-      ValueError: if a process's ranks do not divide `num_shards`.
+      ValueError: if a process's ranks do not divide `num_shards`, or the launcher starts fewer than `min_processes`.
     """
     if not os.environ.get(CONTROL_VARIABLE):
         if _compat.num_distributed_processes() == 1:

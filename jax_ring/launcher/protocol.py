@@ -126,6 +126,7 @@ class Control:
           multiple_of: shards, a multiple of the number of members; others are spares. None allows any number.
 
         Raises:
+          ValueError: if the job never has so many processes.
           RuntimeError: if the launcher refuses, with its reason.
         """
         with self._lock:
@@ -215,6 +216,8 @@ class Control:
     def _reply(self) -> dict[str, Any]:
         while (message := self._receive()) is None:
             pass
+        if "argument_error" in message:
+            raise ValueError(message["argument_error"])
         if "error" in message:
             raise RefusedError(f"jax_ring.launch: {message['error']}")
         return message

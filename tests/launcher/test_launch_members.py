@@ -226,8 +226,8 @@ def test_what_is_refused(script):
 def error_of(function, *arguments, **options):
     try:
         function(*arguments, **options)
-    except RuntimeError as error:
-        print(error)
+    except (RuntimeError, ValueError) as error:
+        print(type(error).__name__, error)
 if rank == "1":
     sys.exit()
 error_of(launcher.next_generation, 0, "")
@@ -242,13 +242,14 @@ error_of(launcher.next_generation, 3, "")
     assert status == 0, err
     # -n 1:2 allows one process, and an exception that is caught is no failure.
     assert [line for line in out if line.startswith("[0]")] == sorted(
-        f"[0] jax_ring.launch: {text}"
+        f"[0] {text}"
         for text in (
-            "this job is not elastic: call enlist() first",
-            "enlist(min_processes=3): must be from 1 to the 2 processes of the job",
-            "enlist(multiple_of=1): 2 processes or more cannot divide 1",
-            "enlist(): another process gave min_processes=1, multiple_of=4; this one 2, 4",
-            "next_generation(after=3): the generation is 0",
+            "RefusedError jax_ring.launch: this job is not elastic: call enlist() first",
+            "ValueError elastic.run(min_processes=3): the job has 2 processes (-n 2): start at least 3, or lower "
+            "min_processes",
+            "RefusedError jax_ring.launch: enlist(multiple_of=1): 2 processes or more cannot divide 1",
+            "RefusedError jax_ring.launch: enlist(): another process gave min_processes=1, multiple_of=4; this one 2, 4",
+            "RefusedError jax_ring.launch: next_generation(after=3): the generation is 0",
         )
     )
 

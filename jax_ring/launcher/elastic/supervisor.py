@@ -22,6 +22,10 @@ _CONNECT_SECONDS = 30.0
 Answer = Callable[[dict[str, Any]], None]
 
 
+class ArgumentError(ValueError):
+    """The script's own fault: it gets a ValueError with this message."""
+
+
 class Elastic:
     """The membership in one attempt.
 
@@ -84,16 +88,20 @@ class Elastic:
                 self._answers[process.number] = answer
             else:
                 raise ValueError(f"unknown request {message['do']!r}")
+        except ArgumentError as error:
+            answer({"argument_error": str(error)})
         except (ValueError, KeyError, TypeError) as error:
             answer({"error": str(error)})
 
     def _enlist(self, min_processes: int, multiple_of: int | None) -> None:
         if self._options.min_processes < self._options.processes:  # -n MIN:MAX
             min_processes = max(min_processes, self._options.min_processes)
-        if not 1 <= min_processes <= self._options.processes:
-            raise ValueError(
-                f"enlist(min_processes={min_processes}): must be from 1 to the {self._options.processes} processes "
-                "of the job"
+        if min_processes < 1:
+            raise ValueError(f"enlist(min_processes={min_processes}): must be at least 1")
+        if min_processes > (count := self._options.processes):
+            raise ArgumentError(
+                f"elastic.run(min_processes={min_processes}): the job has {count} process{'es' * (count > 1)} "
+                f"(-n {count}): start at least {min_processes}, or lower min_processes"
             )
         if multiple_of is not None and multiple_of < min_processes:
             raise ValueError(
