@@ -96,7 +96,7 @@ def main():
     args = parser.parse_args()
     data = load_data()
     # Before any other use of JAX. Without the launcher this is a one-process program.
-    if "JAX_RING_CONTROL" in os.environ:
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize()
     params = jax.device_get(init_params(jax.random.key(0)))
     state = jax_ring.elastic.State(params=params, opt_state=jax.device_get(OPTIMIZER.init(params)), step=0)

@@ -46,7 +46,7 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
     JAX made before is dead, so make it inside (docs/elastic.md).
 
     Any other exception is a failure of this process: it is raised, and the others go on. Start the program with `python
-    -m jax_ring.launch`; a single process without it just calls the function.
+    -m jax_ring.launch`; a single process without it just calls the function, without `jax.distributed.initialize()`.
 
     Args:
       min_processes: with fewer the job ends with an error.

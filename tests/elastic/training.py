@@ -147,7 +147,7 @@ def main():
     parser.add_argument("--audits", action="store_true", help="in each step")
     parser.add_argument("--use-dead-array", action="store_true")
     options = parser.parse_args()
-    if "JAX_RING_CONTROL" in os.environ:
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize()
     import jax_ring
 

@@ -248,7 +248,8 @@ error_of(launcher.next_generation, 3, "")
             "ValueError elastic.run(min_processes=3): the job has 2 processes (-n 2): start at least 3, or lower "
             "min_processes",
             "RefusedError jax_ring.launch: enlist(multiple_of=1): 2 processes or more cannot divide 1",
-            "RefusedError jax_ring.launch: enlist(): another process gave min_processes=1, multiple_of=4; this one 2, 4",
+            "RefusedError jax_ring.launch: enlist(): another process gave min_processes=1, multiple_of=4; "
+            "this one 2, 4",
             "RefusedError jax_ring.launch: next_generation(after=3): the generation is 0",
         )
     )
