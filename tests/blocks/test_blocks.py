@@ -75,6 +75,18 @@ def test_values_and_derivatives_on_any_number_of_ranks(remat, check_vma):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], expected_of_mlp())
 
 
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_checkpoint_of_what_is_the_same_on_all_ranks(remat):
+    def f(v, x):
+        return jax.checkpoint(lambda v, x, positions: v * x + positions * v**2)(v, x, jnp.arange(3.0)).sum()
+
+    def both(v, x):
+        return jax.grad(lambda v, x: block_sum(f, "m", B, remat=remat)(v, x), (0, 1))(v, x)
+
+    expected = jax.grad(lambda v, x: sum(f(v[i], x) for i in range(B)), (0, 1))(V, V[0])
+    assert_same_bits(on_model(both, V, V[0], out=(P("m"), P())), expected)
+
+
 def test_what_the_backward_pass_computes_again():
     def counts(remat):
         def loss(w, x):

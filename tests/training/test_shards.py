@@ -58,6 +58,22 @@ def test_reverse_mode_is_refused_and_forward_mode_is_not(ranks, check_vma):
     np.testing.assert_array_equal(forward, jax.grad(loss)(W, X)["b"])
 
 
+def test_checkpoints_of_what_is_the_same_on_all_ranks(check_vma):
+    """Such as the positions of a sequence, and the number of a layer in a scan."""
+
+    @jax.checkpoint
+    def layer(params, x, i, positions):
+        return x * params["w"] + (i + params["b"]) * positions
+
+    def of_layers(params, x):
+        def step(x, i):
+            return layer(params, x, i, jnp.arange(4)), None
+
+        return (lax.scan(step, x, jnp.arange(2.0))[0] ** 2).mean()
+
+    assert_same_bits(step(of_layers, W, X, check_vma=check_vma), jax.value_and_grad(of_layers)(W, X))
+
+
 def test_over_several_axes():
     f = sharded(
         value_and_grad(loss, ("a", "b"), num_shards=V), mesh=make_mesh((2, 2), ("a", "b")),

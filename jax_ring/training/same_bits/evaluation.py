@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from jax_ring import _compat
+from jax_ring.training.same_bits.fence import behind_barriers
 
 # Calls to replace by their bodies: the primitive's name, and the parameter that holds the body.
 _CALLS = {
@@ -78,7 +79,7 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
     if name in ("remat2", "checkpoint"):
         # A barrier separates recomputed values, as in JAX's own lowering, so they differ from the first computation.
         is_again = params["differentiated"] and params["prevent_cse"]
-        return evaluate(_closed(params["jaxpr"]), lax.optimization_barrier(operands) if is_again else operands, known)
+        return evaluate(_closed(params["jaxpr"]), behind_barriers(operands) if is_again else operands, known)
     if name in _LOOPS and not eqn.effects:
         return _LOOPS[name](
             lambda jaxpr, operands: evaluate(jaxpr, operands, Known(known.rounding)), operands, **params

@@ -4,8 +4,10 @@ Compilers contract a product and a sum in one loop to a fused multiply-add, whic
 decides: a collective on several ranks, nothing on one.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,21 @@ def fence(tree: T, after: jax.Array | None = None) -> T:
         for i, x in zip(floats, fenced, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def behind_barriers(values: Sequence) -> list:
+    """The same values, behind one barrier for each set of axes over which some of them vary.
+
+    Behind a single one all would vary over the same axes.
+    """
+    places: dict[frozenset, list[int]] = defaultdict(list)
+    for i, x in enumerate(values):
+        places[_compat.varying_axes(x)].append(i)
+    results: list[Any] = list(values)
+    for some in places.values():
+        for i, x in zip(some, lax.optimization_barrier([values[i] for i in some]), strict=True):
+            results[i] = x
+    return results
 
 
 def _behind_barriers(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
