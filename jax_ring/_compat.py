@@ -36,6 +36,7 @@ try:
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
+    from jax._src import effects as _effects
     from jax._src import xla_bridge as _xla_bridge
     from jax._src.interpreters import mlir as _mlir
     from jax._src.interpreters import partial_eval as _partial_eval
@@ -804,6 +805,11 @@ def frames(eqn) -> list:
 def rank_dependent_axes(jaxpr) -> set:
     """The named axes of all collectives and `axis_index` in a jaxpr."""
     return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
+
+
+def may_have_rules(jaxpr) -> bool:
+    """Whether JAX lets a function with this jaxpr's effects have rules for its derivatives."""
+    return not _effects.custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)
 
 
 def scan_counts(scan_params: dict) -> tuple[int, int]:

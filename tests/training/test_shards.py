@@ -58,6 +58,38 @@ def test_reverse_mode_is_refused_and_forward_mode_is_not(ranks, check_vma):
     np.testing.assert_array_equal(forward, jax.grad(loss)(W, X)["b"])
 
 
+def test_forward_mode_has_the_rules_of_the_loss(check_vma):
+    @jax.custom_jvp
+    def rounded(x):
+        return jnp.round(x)
+
+    rounded.defjvp(lambda primals, tangents: (rounded(*primals), *tangents))  # straight through
+
+    def of_rounded(w, x):
+        return (rounded(w) ** 3 * x).mean() + jax.nn.relu(w - 1.25) * jnp.sin(w), x.sum().astype(int)
+
+    def derivatives(differentiated, w, x):
+        """Of two orders, for a loss and its gradient, where relu has a corner."""
+
+        def first(w):
+            return jax.jvp(lambda w: differentiated(w, x), (w,), (1.0,))[1]
+
+        (value, _), gradient = first(w)
+        (of_value, _), of_gradient = jax.jvp(first, (w,), (1.0,))[1]
+        return value, gradient, of_value, of_gradient
+
+    found = [
+        sharded(
+            lambda w, x: derivatives(value_and_grad(of_rounded, "i", num_shards=V, has_aux=True), w, x),
+            mesh=make_mesh((ranks,)), in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma,
+        )(np.float32(1.25), X)
+        for ranks in (1, 4)
+    ]  # fmt: skip
+    assert_same_bits(*found)
+    expected = derivatives(jax.value_and_grad(of_rounded, has_aux=True), np.float32(1.25), X)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found[0], expected)
+
+
 def test_checkpoints_of_what_is_the_same_on_all_ranks(check_vma):
     """Such as the positions of a sequence, and the number of a layer in a scan."""
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.training.same_bits.evaluation import evaluate
+from jax_ring.training.same_bits.rules import with_rules
 
 
 def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
@@ -25,7 +26,8 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
 
     def branch():
         # A constant of the loss is the same on all ranks, but its counterpart in the other branch is not.
-        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in evaluate(closed, operands)]
+        results = with_rules(closed, operands, evaluate, of_derivatives=True)
+        return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in results]
 
     def never():
         # A loop, because XLA turns a conditional with cheap branches into a `select`.
