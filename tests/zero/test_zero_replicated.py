@@ -131,6 +131,28 @@ def test_on_one_device_without_a_mesh():
         np.testing.assert_allclose(x, y, rtol=1e-2 if np.asarray(y).size == 150 else 1e-5)
 
 
+def test_derivatives_through_an_update():
+    """As in MAML: those of optax."""
+    values = {"w": np.float32([1, -2, 3]), "unused": np.float32([4])}
+
+    def loss(params):
+        return (params["w"] ** 3).sum()
+
+    def derivatives(clip, wrapped):
+        tx = wrapped(optax.chain(clip, optax.adamw(0.1, weight_decay=0.5)))
+
+        def after_a_step(params):
+            updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+            return loss(optax.apply_updates(params, updates))
+
+        of_params = jax.grad(after_a_step)
+        return jax.jit(lambda: (of_params(values), jax.jvp(of_params, (values,), (values,))[1]))()
+
+    expected = derivatives(optax.clip_by_global_norm(1.0), lambda tx: tx)
+    found = derivatives(zero.clip_by_global_norm(1.0, "i"), zero.replicated_optimizer)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), found, expected)
+
+
 def test_it_is_an_optimizer():
     with pytest.raises(TypeError, match="replicated_optimizer: tx must be an optax GradientTransformation"):
         zero.replicated_optimizer(optax.adam)

@@ -16,6 +16,7 @@ from jax_ring import _compat
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.same_bits.evaluation import Known, evaluate
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rules import with_rules
 
 
 def each_rounded(f: Callable, *trees: Any) -> Any:
@@ -26,7 +27,6 @@ def each_rounded(f: Callable, *trees: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(trees)
     leaves = [jnp.asarray(x) for x in leaves]
-    rounding = Rounding(leaves)
     found: dict[str, Any] = {}
 
     def flat(*leaves):
@@ -34,7 +34,12 @@ def each_rounded(f: Callable, *trees: Any) -> Any:
         return results
 
     closed: Any = jax.make_jaxpr(flat)(*leaves)
-    results = evaluate(closed, [rounding.stored(x) for x in leaves], Known(rounding))
+
+    def rounded(closed, leaves):
+        rounding = Rounding(leaves)
+        return evaluate(closed, [rounding.stored(x) for x in leaves], Known(rounding))
+
+    results = with_rules(closed, leaves, rounded, of_derivatives=False)
     return jax.tree.unflatten(found["structure"], results)
 
 

@@ -118,8 +118,15 @@ def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Arra
 
 def _sum_of_whole(leaves: Sequence[jax.Array], like: Any) -> jax.Array:
     """The same for leaves that every rank has whole, with the bits of the flat layout."""
-    vectors = jax.tree.leaves(flat([*leaves], like, 1))
-    return sum((sum_of_blocks(block_sums(x)) for x in vectors), jnp.zeros((), jnp.float32))
+
+    @jax.custom_jvp
+    def total(leaves):
+        vectors = jax.tree.leaves(flat(leaves, like, 1))
+        return sum((sum_of_blocks(block_sums(x)) for x in vectors), jnp.zeros((), jnp.float32))
+
+    # Fences have no reverse mode.
+    total.defjvp(lambda leaves, tangents: (total(*leaves), jax.jvp(sum_of_squares, leaves, tangents)[1]))
+    return total([*leaves])
 
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:

@@ -21,7 +21,8 @@ def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTran
         params = optax.apply_updates(params, updates)
 
     A training with it can go on with stage 1, 2 or 3 in the flat layout, and has the same parameters and the same
-    state, `unsharded`, on any number of ranks. A plain optax update has other last bits (docs/zero.md).
+    state, `unsharded`, on any number of ranks. A plain optax update has other last bits (docs/zero.md). Derivatives
+    through an update are those of `tx`, without that promise.
 
     Args:
       tx: an elementwise optax `GradientTransformation`, as for `sharded_optimizer`. `zero.clip_by_global_norm` within
