@@ -11,7 +11,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
-from jax_ring.options import check_arrays, check_function, integer
+from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
 
 
@@ -33,14 +33,14 @@ def accumulate_gradients(
         an integer, None for an argument passed whole, or a pytree prefix of these, as in `jax.vmap`. The dimension
         stays. Keyword arguments are passed whole. A random key passed whole draws the same numbers each time; a batch
         of keys can be split.
-      has_aux: whether `fun` returns a pair, whose second part is stacked over micro-batches.
+      has_aux: whether `fun` returns a pair, whose second part is stacked over micro-batches and has no derivative.
 
     Returns:
       A function with the arguments of `fun`. Only the first is differentiable, with `allow_int=True` if it has
         integers.
 
     Raises:
-      NotImplementedError: for derivatives of others.
+      NotImplementedError: for derivatives of others, or of auxiliary data.
       ValueError: with vma tracking, for gradients by `jax.grad` of parameters that all ranks share.
       ValueError: if `num_microbatches` is not positive or does not divide the data, or `in_axes` does not fit or splits
         nothing.
@@ -153,9 +153,8 @@ def _differentiable_mean(
         return (values.mean(), aux), totals
 
     def backward(totals, cotangents):
-        of_value = cotangents[0]
-        if isinstance(of_value, jax.custom_derivatives.SymbolicZero):  # differentiates only the auxiliary data
-            of_value = of_value.instantiate()
+        of_value, of_aux = cotangents
+        _refuse_derivatives_of_aux(of_aux)
         scale, rest = of_value / num_microbatches, iter(totals)
 
         def gradient(p):
@@ -165,6 +164,16 @@ def _differentiable_mean(
 
     mean.defvjp(forward, backward, symbolic_zeros=True)
     return mean
+
+
+def _refuse_derivatives_of_aux(cotangents: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(cotangents):
+        if not isinstance(x, jax.custom_derivatives.SymbolicZero):
+            raise NotImplementedError(
+                f"accumulate_gradients: the leaf at {path_text(path)} of the auxiliary data is differentiated, and "
+                "gradients are accumulated for the value alone. Add to the value what has a gradient, and pass the "
+                "rest through jax.lax.stop_gradient."
+            )
 
 
 def _scaled(total: jax.Array, scale: jax.Array, p: Any) -> jax.Array:

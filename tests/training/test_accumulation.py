@@ -123,6 +123,23 @@ def test_what_the_loss_closes_over_has_no_gradient():
         jax.grad(of_scale)(2.0)
 
 
+def test_auxiliary_data_have_no_gradient():
+    def with_aux(w, x, y):
+        return loss(w, x, y), {"norm": (w["w"] ** 2).sum(), "count": len(x), "rows": x}
+
+    f = accumulate_gradients(with_aux, NUM, has_aux=True)
+
+    def of_norm(w, stopped=lambda x: x):
+        value, aux = jax.jit(f)(w, X, Y)
+        return value + stopped(aux["norm"]).mean()
+
+    with pytest.raises(NotImplementedError, match=r"the leaf at \['norm'\] of the auxiliary data.*to the value"):
+        jax.grad(of_norm)(W)
+    assert_close(jax.grad(lambda w: of_norm(w, lax.stop_gradient))(W), jax.grad(loss)(W, X, Y))
+    (_, aux), grads = jax.value_and_grad(f, has_aux=True)(W, X, Y)
+    assert_close((aux["rows"], grads), (micro_batches(X), jax.grad(loss)(W, X, Y)))
+
+
 @pytest.mark.parametrize("wrapped", [jax.jit, jax.checkpoint])
 def test_jitted_or_rematerialised(wrapped):
     f = wrapped(accumulate_gradients(loss, NUM))
