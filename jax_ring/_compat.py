@@ -821,6 +821,11 @@ def scan_counts(scan_params: dict) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def platforms_of_branches(cond_params: Mapping) -> tuple | None:
+    """For each branch of a `lax.platform_dependent` its platforms, None for the default; None for other `cond`s."""
+    return cond_params.get("branches_platforms")
+
+
 def bind_equation(eqn, operands: list) -> list:
     """An equation's results for these operands, as from `jax.core.eval_jaxpr`."""
     source = eqn.source_info

@@ -63,3 +63,15 @@ def test_control_flow():
     assert_same_results(f, X)
     inner = next(eqn for eqn in simplified(f, X).jaxpr.eqns if eqn.primitive.name == "scan")
     assert sum(eqn.primitive.name == "add" for eqn in inner.params["jaxpr"].jaxpr.eqns) == 1
+
+
+def test_branches_for_other_platforms_are_not_lowered():
+    def f(x, y):
+        first = lax.platform_dependent(x, cpu=lambda x: x * 2, cuda=jnp.sin, rocm=jnp.sin)
+        return first + lax.platform_dependent(x, y, cuda=lambda x, y: jnp.tan(x), default=lambda x, y: x * y)
+
+    assert_same_results(f, X, X)
+    text = jax.jit(lambda *args: evaluate(jax.make_jaxpr(f)(*args), args)).lower(X, X).as_text()
+    assert "stablehlo.multiply" in text
+    assert "stablehlo.sine" not in text
+    assert "stablehlo.tan" not in text

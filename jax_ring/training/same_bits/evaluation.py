@@ -186,9 +186,14 @@ def _while(run: Callable, operands: list, *, cond_jaxpr, cond_nconsts, body_jaxp
     )
 
 
-def _cond(run: Callable, operands: list, *, branches, **_) -> list:
+def _cond(run: Callable, operands: list, *, branches, **params) -> list:
     index, *rest = operands
-    return lax.switch(index, [lambda *x, branch=branch: run(branch, x) for branch in branches], *rest)
+    functions = [lambda *x, branch=branch: run(branch, x) for branch in branches]
+    platforms = _compat.platforms_of_branches(params)
+    if platforms is None:
+        return lax.switch(index, functions, *rest)
+    pairs = [(name, f) for names, f in zip(platforms, functions, strict=True) for name in names or ("default",)]
+    return lax.platform_dependent(*rest, **dict(pairs))
 
 
 _LOOPS: dict[str, Callable[..., list]] = {"scan": _scan, "while": _while, "cond": _cond}
