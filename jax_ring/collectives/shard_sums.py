@@ -96,7 +96,8 @@ class TermStack(NamedTuple):
 
         def slots(x):
             others = sorted(_compat.varying_axes(x) - {*axes}, key=str)
-            zeros = jnp.zeros((size, *x.shape), accumulator(x.dtype), out_sharding=_compat.stacked_sharding(x))
+            zero = jnp.zeros((), accumulator(x.dtype))
+            zeros = lax.broadcast(zero, (size, *x.shape), out_sharding=_compat.stacked_sharding(x))
             return own_copy(zeros, (*axes, *others))
 
         return cls([slots(x) for x in likes], own_copy(jnp.zeros((), jnp.int32), axis_name))

@@ -70,14 +70,28 @@ def check_when(function: str, name: str, when: Any) -> None:
         raise TypeError(f"{function}: {name} must be a boolean scalar, such as step % 10 == 0; got {when!r}")
 
 
+def check_callbacks(function: str) -> None:
+    """Raises NotImplementedError in a `shard_map` where JAX has no callbacks, by which a step is failed."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [str(axis) for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    if mesh.manual_axes and others:
+        raise NotImplementedError(
+            f"{function}: a step that compares bits fails by a callback, and JAX has none in a shard_map that leaves "
+            f"axes of the mesh to the compiler, here {', '.join(others)}. Leave check_replicas and audit out there. "
+            "jax_ring.assert_replicated compares results outside of it."
+        )
+
+
 def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests:
     """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks.
 
     Raises:
       ValueError: if the tree has no arrays, or shards.
+      NotImplementedError: where JAX has no callbacks.
     """
     axes = axes_of(axis_name)
     check_named(function, axes)
+    check_callbacks(function)
     divided = (ShardedParams, ParameterShards)
     for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, divided)):
         if isinstance(shards, divided):
@@ -325,6 +339,7 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
       jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
         ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
       ValueError: if the tree has no arrays, or shards of ZeRO, or `impl` is none of its choices.
+      NotImplementedError: in a `shard_map` that leaves axes to the compiler.
       TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
       NameError: as `ring_psum`.
     """

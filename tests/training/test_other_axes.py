@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_trees, make_mesh, sharded
+from helpers import assert_same_bits, assert_same_trees, make_mesh, sharded
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import (
     accumulate_gradients,
     allreduce_gradients,
+    block_sum,
+    each_block,
     reduce_in_backward,
     sync_gradients,
     value_and_grad,
@@ -99,3 +102,45 @@ def test_plain_gradients_of_accumulated_losses_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"accumulate_gradients: .*without reduce_in_backward in the loss"):
         sharded(in_backward, **(f | {"out_specs": (P(), SPECS)}))(PARAMS, X)
+
+
+# ---- Axes that the compiler divides ---------------------------------------------------------------------------------
+
+
+def on_mesh_of(kind, function, ranks):
+    """The function of divided parameters and a batch, in a shard_map over "i" alone."""
+    mesh = jax.make_mesh((ranks, 2), ("i", "j"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        params, x = (
+            {name: jax.device_put(p, P(*SPECS[name])) for name, p in PARAMS.items()},
+            jax.device_put(X, P("i")),
+        )
+        mapped = jax.shard_map(function, in_specs=(P(), P("i")), out_specs=P(), axis_names={"i"})
+        return jax.device_get(jax.jit(mapped)(params, x))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards_and_blocks_beside_axes_of_the_compiler(kind):
+    def of_block(x, w):
+        return jnp.tanh(x @ w)
+
+    def of_rows(params, x):
+        return ((of_block(x, params["in"]) * params["out"].sum(1)).sum(1) * params["scale"]).mean()
+
+    def step(params, x):
+        of_mean = value_and_grad(of_rows, "i", num_shards=8)(params, x)
+        return of_mean, block_sum(of_block, "i", 16)(x, params["in"]), each_block(jnp.sin, params["in"])
+
+    results = [on_mesh_of(kind, step, ranks) for ranks in (1, 4)]
+    assert_same_bits(*results)
+    (value, grads), sums, each = results[0]
+    expected = jax.value_and_grad(of_rows)(PARAMS, X), of_block(X, PARAMS["in"]).sum(0), np.sin(PARAMS["in"])
+    assert_same_trees(((value, grads), sums, each), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"check_replicas": True}, {"num_shards": 8, "audit": 2, "step": 0}], ids=["check_replicas", "audit"]
+)
+def test_callbacks_beside_axes_of_the_compiler_are_refused(options):
+    with pytest.raises(NotImplementedError, match=r"^value_and_grad: .* to the compiler, here j\. .*assert_replicated"):
+        on_mesh_of(AxisType.Auto, value_and_grad(whole_loss, "i", **options), 4)

@@ -23,7 +23,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_psum
 from jax_ring.collectives.rooted import ring_pbroadcast
 from jax_ring.options import array_or_none, integer
-from jax_ring.training.sentinel import digest, row_of_table
+from jax_ring.training.sentinel import check_callbacks, digest, row_of_table
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,13 @@ class Audit:
         return cls(function, every, step)
 
     def draw(self, axis_name: AxisName, num_shards: int) -> Drawn:
-        """What is audited in this step, if anything is. Raises ValueError if there is no other rank."""
+        """What is audited in this step, if anything is.
+
+        Raises:
+          ValueError: if there is no other rank.
+          NotImplementedError: where JAX has no callbacks.
+        """
+        check_callbacks(self.function)
         count = num_ranks(axes_of(axis_name))
         if count == 1:
             raise ValueError(

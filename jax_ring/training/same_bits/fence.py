@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_ring import _compat
+from jax_ring.collectives.axes import axes_of
 from jax_ring.collectives.leaves import own_copy
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -40,6 +42,16 @@ def fence(tree: T, after: jax.Array | None = None) -> T:
         for i, x in zip(floats, fenced, strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def first_element(x: jax.Array) -> jax.Array:
+    """A scalar of an array with elements, also where explicit axes of the mesh divide it."""
+
+    def first(x):
+        return lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
+
+    axes = tuple(axis for axes in jax.typeof(x).sharding.spec if axes is not None for axis in axes_of(axes))
+    return jax.sharding.auto_axes(first, axes=axes, out_sharding=PartitionSpec())(x) if axes else first(x)
 
 
 def behind_barriers(values: Sequence) -> list:
@@ -74,7 +86,7 @@ def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Arra
     Some versions of XLA drop an optimization_barrier on CPUs before fusion, and a loop whose body returns its argument.
     """
     # Take all of them, because some may be constants.
-    elements = [x.reshape(-1)[0].real.astype(jnp.float32) for x in first or values]
+    elements = [first_element(x).real.astype(jnp.float32) for x in first or values]
     bits = reduce(jnp.bitwise_or, [lax.bitcast_convert_type(x, jnp.int32) for x in elements])
     none = jnp.minimum(lax.population_count(bits), 0)
 

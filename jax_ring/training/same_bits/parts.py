@@ -110,7 +110,8 @@ class Parts:
         def flat(part, shared):
             stays, added = f(part, shared)
             found["stays"], found["added"] = jax.tree.structure(stays), jax.tree.structure(added)
-            return [*jax.tree.leaves(stays), *(counted(x) for x in jax.tree.leaves(added))]
+            leaves = [*jax.tree.leaves(stays), *map(counted, jax.tree.leaves(added))]
+            return [own_copy(x, self.varying) for x in leaves]
 
         closed: Any = jax.make_jaxpr(flat)(jax.tree.map(lambda x: x[0], parts), shared)
         if used := sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes})):
@@ -124,13 +125,12 @@ class Parts:
 
         def results(part):
             values = sealed(condition, closed, jax.tree.leaves((part, shared)))
-            values = [own_copy(x, self.varying) for x in values]
             return values[:count], values[count:]
 
         def pushed(stack, added, number):
             return stack.push(added, self.axis_name, self.total, number) if added else stack
 
-        types = [jax.eval_shape(lambda x: own_copy(x, self.varying), x) for x in closed.out_avals[count:]]
+        types = closed.out_avals[count:]
         stack = TermStack.empty(types, self.axis_name, self.total)
         if self.each == 1:
             stays, added = results(jax.tree.map(lambda x: x[0], parts))

@@ -10,6 +10,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.training.same_bits.evaluation import evaluate
+from jax_ring.training.same_bits.fence import first_element
 from jax_ring.training.same_bits.rules import with_rules
 
 
@@ -33,7 +34,10 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
         # A loop, because XLA turns a conditional with cheap branches into a `select`.
         fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
         return [
-            own_copy(jnp.full(x.shape, fill.astype(x.dtype)), tuple(_compat.varying_axes(x))) for x in closed.out_avals
+            own_copy(
+                lax.broadcast(fill.astype(x.dtype), x.shape, out_sharding=x.sharding), tuple(_compat.varying_axes(x))
+            )
+            for x in closed.out_avals
         ]
 
     return lax.cond(condition == 1, branch, never)
@@ -47,6 +51,6 @@ def hidden_one(tree: Any, axes: tuple) -> jax.Array:
         if isinstance(x, jax.core.Tracer) and x.size and _compat.varying_axes(x) <= {*axes}
     ]
     leaf = leaves[0] if leaves else lax.axis_index(axes)
-    first = bits_of_keys(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim))[0].ravel()[0]
+    first = bits_of_keys(first_element(leaf))[0].ravel()[0]
     bits = lax.bitcast_convert_type(first.real.astype(jnp.float32), jnp.uint32)
     return 1 + ((bits >> 1) >> 31).astype(jnp.int32)
