@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.elastic.snapshots import Key, Snapshot, array_of
@@ -37,12 +38,17 @@ class Checkpoints:
         paths = _paths(snapshot.structure)
         arrays, others = {}, {}
         for path, leaf in zip(paths, snapshot.leaves, strict=True):
-            if isinstance(array_of(leaf), np.ndarray):
-                arrays[path] = array_of(leaf)
-            else:
+            array = array_of(leaf)
+            if not isinstance(array, np.ndarray):
                 others[path] = leaf
-            if isinstance(leaf, Key):
-                others[path] = {"random keys of": leaf.impl}
+                continue
+            more: dict[str, Any] = {"random keys of": leaf.impl} if isinstance(leaf, Key) else {}
+            if array.size:
+                arrays[path] = array
+            else:  # orbax writes none
+                more["empty"] = [array.shape, str(array.dtype)]
+            if more:
+                others[path] = more
         try:
             described = json.dumps(others)
         except TypeError as error:
@@ -78,10 +84,11 @@ class Checkpoints:
             number = manager.latest_step()
             if number is None:
                 return None
-            restored = manager.restore(
-                number, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(), others=ocp.args.JsonRestore())
-            )
-        arrays, others = restored["arrays"], restored["others"]
+            items: dict[str, Any] = {"others": ocp.args.JsonRestore()}
+            if (self.directory / str(number) / "arrays").is_dir():
+                items["arrays"] = ocp.args.StandardRestore()
+            restored = manager.restore(number, args=ocp.args.Composite(**items))
+        arrays, others = restored.get("arrays") or {}, restored["others"]
         structure = jax.tree.structure(dict(values))
         paths = _paths(structure)
         if set(paths) != {*arrays, *others}:
@@ -109,14 +116,22 @@ class Checkpoints:
 def _both(arrays: Any, others: Any) -> Any:
     import orbax.checkpoint as ocp
 
-    return ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), others=ocp.args.JsonSave(others))
+    items: dict[str, Any] = {"others": ocp.args.JsonSave(others)}
+    if arrays:  # orbax writes no empty tree
+        items["arrays"] = ocp.args.StandardSave(arrays)
+    return ocp.args.Composite(**items)
 
 
 def _leaf(array: Any, other: Any) -> Any:
+    """A leaf from its array, if that was written, and what else was."""
+    described = other if isinstance(other, dict) else {}  # a leaf is no dictionary
+    if "empty" in described:
+        shape, dtype = described["empty"]
+        array = np.empty(shape, jnp.dtype(dtype))
     if array is None:
         return other
     array = np.asarray(array)
-    return array if other is None else Key(array, other["random keys of"])
+    return Key(array, described["random keys of"]) if "random keys of" in described else array
 
 
 def _paths(structure: Any) -> list[str]:

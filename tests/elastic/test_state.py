@@ -125,6 +125,27 @@ def test_checkpoints(tmp_path):
         train(new_state(more=1), 5)
 
 
+def test_checkpoints_without_elements(tmp_path):
+    """Of arrays without elements, and of a state without arrays, for which orbax has nothing to write."""
+
+    @elastic.run()
+    def train(state):
+        state.commit()
+        return state.empty
+
+    def empty_after_two(name, empty, **more):
+        options = {"directory": str(tmp_path / name), "every": 1, "empty": empty, **more}
+        train(elastic.State(**options))
+        return train(elastic.State(**options))
+
+    empty = {"half": jnp.zeros((0, 4), jnp.bfloat16), "keys": jax.random.split(jax.random.key(0, impl="rbg"), (2, 0))}
+    for name, more in (("some", {"w": np.ones(3)}), ("none", {})):
+        found = empty_after_two(name, empty, **more)
+        assert (found["half"].shape, found["half"].dtype) == ((0, 4), jnp.bfloat16)
+        assert (found["keys"].shape, found["keys"].dtype) == ((2, 0), empty["keys"].dtype)
+    assert empty_after_two("values", {"name": "a", "step": 0}) == {"name": "a", "step": 0}
+
+
 # ---- Which exceptions mean what --------------------------------------------------------------------------------------
 
 
