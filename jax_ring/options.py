@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -103,6 +104,12 @@ def array_or_none(value: Any) -> jax.Array | np.ndarray | None:
     if isinstance(value, bool | int | float | complex | np.ndarray | np.generic):
         return np.asarray(value)
     return jnp.asarray(value) if hasattr(value, "__jax_array__") and not isinstance(value, type) else None
+
+
+def promoted(*dtypes: Any) -> np.dtype:
+    """The dtype that holds values of all of these, also where JAX promotes none by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def path_text(path: Any, root: str = "the root") -> str:

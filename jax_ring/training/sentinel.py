@@ -121,7 +121,7 @@ def row_of_table(by_leaf: jax.Array, leaves: Sequence) -> jax.Array:
     """The digest of the digests of these leaves, as integers of 16 or 4 bits in a floating-point dtype."""
     whole = _folded([by_leaf[:, lane] for lane in range(len(_LANES))])
     dtype, width = _dtype_of_table(leaves)
-    shifts = np.arange(0, 32, width, dtype=np.uint32)
+    shifts = np.arange(0, 32, width, dtype=np.uint32)[None]
     return ((whole[:, None] >> shifts) & np.uint32(2**width - 1)).reshape(-1).astype(dtype)
 
 
@@ -192,7 +192,7 @@ def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -
     """
     axes = axes_of(axis_name)
     # On one rank too, so that the rest of the step compiles as on several.
-    differ = (sums != sums[0]).any()
+    differ = (sums != sums[:1]).any()
     others = _other_axes(axes, own.leaves)
 
     def fail(leaves):

@@ -1,6 +1,5 @@
 """`weighted_pmean`: the mean over uneven parts of a batch."""
 
-from functools import reduce
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.vmap_axis import accumulator_dtype
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, promoted
 from jax_ring.training.implementations import Impl, implementation
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -44,7 +43,7 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     dtypes = [_accumulator(leaf.dtype, weight.dtype) for leaf in leaves]
     # All leaves share one sum of weights.
-    weight = weight.astype(reduce(jnp.promote_types, map(_real, dtypes), _real(jnp.float32)))
+    weight = weight.astype(promoted(jnp.float32, *map(_real, dtypes)))
     products = [
         _product(leaf.astype(dtype), weight.astype(_real(dtype))) for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
@@ -83,7 +82,7 @@ def _checked(weight: Any) -> jax.Array:
 def _accumulator(dtype, weight_dtype) -> jnp.dtype:
     """The dtype for products of values and weights."""
     wide = accumulator_dtype(weight_dtype) if jnp.issubdtype(weight_dtype, jnp.floating) else jnp.dtype(jnp.float32)
-    return jnp.promote_types(accumulator_dtype(_mean_dtype(dtype)), wide)
+    return promoted(accumulator_dtype(_mean_dtype(dtype)), wide)
 
 
 def _mean_dtype(dtype) -> jnp.dtype:

@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_ring import _compat
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.options import promoted
 from jax_ring.training.same_bits.evaluation import Known, evaluate
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rules import with_rules
@@ -66,7 +67,7 @@ class Rounding:
     def results(self, name: str, bind: Callable[[list], list], operands: list) -> list:
         """The results of an elementwise operation."""
         if name == "rsqrt" and _is_real(operands[0]):  # XLA has an approximation of its own for vectors
-            wide = operands[0].astype(jnp.promote_types(operands[0].dtype, jnp.float32))
+            wide = operands[0].astype(promoted(operands[0].dtype, jnp.float32))
             root = self.stored(lax.sqrt(wide))
             return [self.stored((jnp.ones_like(root) / root).astype(operands[0].dtype))]
         if name == "div" and jnp.ndim(operands[1]):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jax_ring.options import promoted
 from jax_ring.training.same_bits.fence import fence
 
 # Elements in a block. With order="tree" a rank's part of an array begins and ends between blocks.
@@ -30,7 +31,7 @@ def block_sums(x: jax.Array) -> jax.Array:
     flat = jnp.ravel(x)
     flat = jnp.pad(flat, (0, up_to_blocks(flat.size) - flat.size))
     wide = jnp.abs(flat) if jnp.iscomplexobj(flat) else flat
-    sums = wide.astype(jnp.promote_types(wide.dtype, jnp.float32))
+    sums = wide.astype(promoted(wide.dtype, jnp.float32))
     for i, factor in enumerate(_FACTORS):
         rows = sums.reshape(flat.size // BLOCK, -1)
         width = rows.shape[1] // factor

@@ -12,7 +12,7 @@ import numpy as np
 from jax_ring import _compat
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_named, split_axes
-from jax_ring.options import Order, array_or_none, path_text
+from jax_ring.options import Order, array_or_none, path_text, promoted
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
@@ -75,7 +75,7 @@ def clip_by_global_norm(
                 norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, impl, chosen))
 
         def clip(g):
-            wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+            wide = g.astype(promoted(g.dtype, jnp.float32))
             return jnp.where(norm < max_norm, g, (wide / norm * max_norm).astype(g.dtype))
 
         return jax.tree.map(clip, updates)
@@ -98,7 +98,7 @@ def _check_max_norm(max_norm: Any) -> None:
 
 def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of all elements, as a float32, or wider if a leaf is."""
-    wide = [jnp.abs(x).astype(jnp.promote_types(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
+    wide = [jnp.abs(x).astype(promoted(jnp.abs(x).dtype, jnp.float32)) for x in leaves]
     return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
 
 

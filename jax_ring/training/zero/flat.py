@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import axes_of, check_named
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, promoted
 from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.given_norms import order_given
@@ -55,8 +55,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         if stage == 1:
             # Use the dtypes of the vectors, so that the sums have the bits of stage 2.
             dtypes = {
-                name: jnp.result_type(*(local.types[i].dtype for i in places))
-                for name, places in by_dtype(params).items()
+                name: promoted(*(local.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
             }
             synced = local.synced([dtypes[np.dtype(jnp.result_type(x)).name] for x in jax.tree.leaves(params)])
             means = own_part(flat(synced, params, multiple), axis_name)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, get_opaque_trace_state
 
 from jax_ring.collectives.axes import AxisName, axes_of
-from jax_ring.options import Order, setting
+from jax_ring.options import Order, promoted, setting
 from jax_ring.training.implementations import Impl
 
 
@@ -104,7 +104,8 @@ def given_norm(leaves: Sequence[jax.Array], axis_name: AxisName, impl: Impl, ord
     Raises:
       ValueError: within `norms_given`, if it is over other axes, or the call is within a nested trace.
     """
-    dtype = jnp.finfo(jnp.result_type(jnp.float32, *leaves)).dtype  # of complex leaves: that of their absolute values
+    # Of complex leaves: that of their absolute values.
+    dtype = jnp.finfo(promoted(jnp.float32, *(x.dtype for x in leaves))).dtype
     if _as_equations.get():
         return NORM.bind(*leaves, axes=axes_of(axis_name), dtype=dtype)
     given = _given.get()

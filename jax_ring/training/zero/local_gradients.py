@@ -13,7 +13,7 @@ from jax_ring.collectives import ring_psum_scatter
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, bucketed, check_arrays
+from jax_ring.options import Order, bucketed, check_arrays, promoted
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import check_local, is_float0, sync_gradients
@@ -137,9 +137,7 @@ class LocalGradients(NamedTuple):
 
     def scattered(self, params: Any, multiple: int, *, mean: bool = True) -> dict[str, jax.Array]:
         """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters."""
-        dtypes = {
-            name: jnp.result_type(*(self.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
-        }
+        dtypes = {name: promoted(*(self.types[i].dtype for i in places)) for name, places in by_dtype(params).items()}
         sums = self.scattered_sums(self.packed(lambda leaves: flat(leaves, params, multiple)))
         return jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
-from jax_ring.options import check_arrays
+from jax_ring.options import check_arrays, promoted
 from jax_ring.training.zero.interface import by_dtype, on_all_devices, padded
 
 
@@ -102,10 +102,12 @@ def size_of(like: Any, places: list[int]) -> int:
 
 def flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
     """One vector of the leaves for each dtype of the parameters. Leaves of several dtypes are promoted to one."""
-    return {
-        dtype: padded(jnp.concatenate([jnp.ravel(leaves[i]) for i in places]), multiple)
-        for dtype, places in by_dtype(params).items()
-    }
+
+    def joined(places):
+        own = [jnp.ravel(leaves[i]) for i in places]
+        return jnp.concatenate(own, dtype=promoted(*(x.dtype for x in own)))
+
+    return {dtype: padded(joined(places), multiple) for dtype, places in by_dtype(params).items()}
 
 
 def unflat(vectors: dict[str, jax.Array], params: Any) -> Any:

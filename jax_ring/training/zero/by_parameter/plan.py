@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring.options import promoted
+
 
 class Piece(NamedTuple):
     """Elements `start` to `stop` of the flattened parameter `leaf`."""
@@ -98,7 +100,8 @@ class Blocks:
         blocks = {}
         for name, size in self.sizes.items():
             missing = size - sum(part.size for part in parts[name])
-            blocks[name] = jnp.concatenate([*parts[name], jnp.zeros(missing, self._dtypes[name])])
+            dtype = self._dtypes[name]
+            blocks[name] = jnp.concatenate([*parts[name], jnp.zeros(missing, dtype)], dtype=dtype)
         return blocks
 
     def pack_whole(self, rank: int, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -137,7 +140,7 @@ class Blocks:
     def _dtypes(self) -> dict[str, Any]:
         pieces = [piece for pieces in self.ranks for piece in pieces]
         return {
-            name: jnp.result_type(*(self.arrays[piece.leaf].dtype for piece in pieces if self._name(piece) == name))
+            name: promoted(*(self.arrays[piece.leaf].dtype for piece in pieces if self._name(piece) == name))
             for name in self.sizes
         }
 
