@@ -45,8 +45,8 @@ class State:
       trees: the state.
 
     Raises:
-      ValueError: if one of `directory` and `every` is given alone, if `every` is not positive, or `keep` is not a
-        choice.
+      ValueError: if one of `directory` and `every` is given alone, if `every` is not positive, `keep` is not a choice,
+        or a tree has the name of a method or a property.
       ImportError: if orbax is not installed, with `directory`.
     """
 
@@ -70,11 +70,15 @@ class State:
         hidden["_snapshots"] = []
         hidden["_generation"] = None
         hidden["_place"] = None  # where the commits were made
+        if taken := [name for name in trees if name in hidden or hasattr(type(self), name)]:
+            raise ValueError(
+                f"State: a state has {', '.join(map(repr, taken))} already, for itself. Give the value another name."
+            )
 
     def __getattr__(self, name: str) -> Any:
-        values = self.__dict__.get("_values", {})
+        values = self.__dict__.get("_values", {})  # empty while a copy is made
         if name not in values:
-            raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._names)}")
+            raise AttributeError(f"the state has no {name!r}; it has {', '.join(values)}")
         return values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -83,7 +87,7 @@ class State:
                 f"the state has no {name!r}, only {', '.join(self._names)}. What it has is named when it is made: "
                 f"State({name}=..., ...)."
             )
-        self._values[name] = value
+        self.__dict__["_values"] = {**self._values, name: value}  # a copy of the state keeps its own
 
     def __repr__(self) -> str:
         return f"State({', '.join(self._names)}; {self.commits} commits)"

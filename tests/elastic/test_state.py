@@ -1,5 +1,8 @@
 """`State` and `run` in one process: what a commit keeps, what is refused, and commits on disk."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +40,20 @@ def test_arguments_are_checked(tmp_path):
         elastic.run(num_shards=0)
     with pytest.raises(TypeError, match=r"takes a jax_ring\.elastic\.State as its first argument, got dict"):
         elastic.run()(lambda state: None)({})
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_copies(copied):
+    state = elastic.State(params={"w": 1}, step=0)
+    other = copied(state)
+    other.step = 5
+    assert (state.step, other.step, other.params) == (0, 5, {"w": 1})
+
+
+@pytest.mark.parametrize("name", ["commit", "commits", "outlives_processes", "_values"])
+def test_names_that_a_state_has_by_itself(name):
+    with pytest.raises(ValueError, match=f"State: a state has '{name}' already.*another name"):
+        elastic.State(**{name: 7}, step=0)
 
 
 def test_commit_needs_run():
