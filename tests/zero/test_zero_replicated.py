@@ -156,3 +156,11 @@ def test_derivatives_through_an_update():
 def test_it_is_an_optimizer():
     with pytest.raises(TypeError, match="replicated_optimizer: tx must be an optax GradientTransformation"):
         zero.replicated_optimizer(optax.adam)
+
+
+def test_a_norm_of_some_gradients_is_refused():
+    masked = optax.masked(zero.clip_by_global_norm(1.0, "i"), {name: name == "b" for name in PARAMS})
+    with pytest.raises(
+        ValueError, match=r"norm is that of all 6 gradients, and it got 1 of them.* in front of the mask"
+    ):
+        zero.replicated_optimizer(masked).update(PARAMS, masked.init(PARAMS), PARAMS)

@@ -117,7 +117,17 @@ def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Arra
 
 
 def _sum_of_whole(leaves: Sequence[jax.Array], like: Any) -> jax.Array:
-    """The same for leaves that every rank has whole, with the bits of the flat layout."""
+    """The same for leaves that every rank has whole, with the bits of the flat layout.
+
+    Raises:
+      ValueError: if these are not all leaves.
+    """
+    if len(leaves) != (count := len(jax.tree.leaves(like))):
+        raise ValueError(
+            f"clip_by_global_norm: in replicated_optimizer the norm is that of all {count} gradients, and it got "
+            f"{len(leaves)} of them, as with a mask or labels. The flat layout, whose bits replicated_optimizer has, "
+            "takes neither. Put it in front of the mask, or use sharded_optimizer(..., layout='parameter')."
+        )
 
     @jax.custom_jvp
     def total(leaves):
