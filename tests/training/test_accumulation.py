@@ -250,7 +250,10 @@ def test_integer_parameters(check_vma):
         ((None, 0, 0), r"in_axes has 3 entries for the 2 arguments after the parameters"),
         ((0, {"y": 0}), r"in_axes\[1\] is \{'y': 0\}, which is not a prefix of the argument"),
         (None, "in_axes splits no argument"),
-        ((1, 0), r"4 micro-batches do not divide dimension 1 of the argument at \[0\], of shape \(16, 3\)"),
+        (
+            (1, 0),
+            r"4 micro-batches do not divide dimension 1 of the argument at \[0\] after the first, of shape \(16, 3\)",
+        ),
         ((2, 0), r"in_axes\[0\]: 2 is out of bounds for an array of dimension 2"),
         (-3, r"in_axes\[0\]: -3 is out of bounds for an array of dimension 2"),
     ],
@@ -275,7 +278,9 @@ def test_axes_of_wrong_types(in_axes):
 
 @pytest.mark.parametrize("scalar", [3.0, np.float32(3), jax.random.key(0)], ids=["float", "array", "key"])
 def test_scalars_must_be_whole(scalar):
-    with pytest.raises(ValueError, match=r"the argument at \[2\] is a scalar.*None in in_axes.*keyword argument"):
+    with pytest.raises(
+        ValueError, match=r"the argument at \[2\] after the first is a scalar.*None in in_axes.*keyword argument"
+    ):
         accumulate_gradients(loss, NUM)(W, X, Y, scalar)
 
 

@@ -58,13 +58,14 @@ def dimension_of_cut(function: str, path, x: Any, axis: int, count: int, parts: 
     where, shape = jax.tree_util.keystr(path), jnp.shape(x)
     if not shape:
         raise ValueError(
-            f"{function}: the argument at {where} is a scalar, which cannot be split. To give it to {whole}, give it "
-            "None in in_axes, or pass it as a keyword argument."
+            f"{function}: the argument at {where} after the first is a scalar, which cannot be split. To give it to "
+            f"{whole}, give it None in in_axes, or pass it as a keyword argument."
         )
     dimension = canonical_dimension(function, f"in_axes{where}:", axis, len(shape))
     if shape[dimension] % count:
         raise ValueError(
-            f"{function}: {count} {parts} do not divide dimension {axis} of the argument at {where}, of shape {shape}"
+            f"{function}: {count} {parts} do not divide dimension {axis} of the argument at {where} after the first, "
+            f"of shape {shape}"
         )
     return dimension
 
