@@ -54,9 +54,16 @@ class Service:
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
-        status = self._process.poll()
+        status = self._process.wait() if self._is_dying() else self._process.poll()
         name = f"the coordination service (pid {self._process.pid})"
         return None if status is None else from_status(name, NO_RANK, status)
+
+    def _is_dying(self) -> bool:
+        """Whether its main thread has ended, but maybe not the others: its status is there when they have, soon."""
+        try:
+            return pathlib.Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+        except OSError:
+            return False
 
     def end(self) -> None:
         """Ends it; clients still connected abort."""
