@@ -9,7 +9,7 @@ import time
 import jax_ring
 
 # Background jobs of a shell ignore SIGINT, and child processes inherit that.
-_PYTHON = ["env", "--default-signal=INT", sys.executable, "-P"]
+_PYTHON = ["env", "--default-signal=INT,QUIT", sys.executable, "-P"]
 MODULE = [*_PYTHON, "-m", "jax_ring.launch"]
 # The same without the package's __init__.py, whose import of JAX is most of what a launch costs.
 _LAUNCHER = f"""

@@ -107,8 +107,8 @@ except RuntimeError as error:
     assert status == 128 + signal.SIGKILL
     assert "has not left generation 0 within 0.3 s (--leave-timeout) of the first; killing it" in err
     reason = "1 processes are left, of which 1 can be members; it needs 2"
-    assert f"jax_ring.launch: {reason}; sending SIGTERM" in err
-    assert out in ([], [f"[0] jax_ring.launch: {reason}"])  # SIGTERM may come first
+    assert f"jax_ring.launch: {reason}" in err
+    assert out in ([], [f"[0] jax_ring.launch: {reason}"])  # SIGTERM may come first, or rank 0 end before it
     assert err.splitlines()[-1].endswith("was killed by SIGKILL")
 
 
