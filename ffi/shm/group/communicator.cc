@@ -201,13 +201,13 @@ void Communicator::progress_calls() {
         running_calls_ = on_progress_thread_ = false;
         return;
       }
-      const bool leaves = leaving_.has_value();
+      const bool leaves = leaving_.has_value(), has_come = next_call() != ready_.end();  // since select_next() looked
       lock.unlock();
       if (leaves) {
         abort({});
-        continue;
+      } else if (!has_come) {
+        wait_for_leader_call();
       }
-      wait_for_leader_call();
       continue;
     }
     if (abort_if_peer_aborted()) continue;
