@@ -29,10 +29,10 @@ struct Message {
   // For Order::tree: the group's tree, which outlives the call. An operand then has one slot of `count` elements per
   // slot of the tree, one after the other.
   const Tree* tree = nullptr;
-  bool blocks_apart = false;  // of an all-to-all: operand i is the block for rank i, result i that from rank i
-  int num_results = 1;        // of a reduce-scatter, see num_parts()
+  int num_results = 1;                                        // of a reduce-scatter, see num_parts()
   std::shared_ptr<const std::vector<Part>> slices = nullptr;  // slices of the plan, kept alive as long as it
   Conversion conversion = {};                                 // for a part of an array; `counts` are in its elements
+  bool blocks_apart = false;  // of an all-to-all: operand i is the block for rank i, result i that from rank i
 
   size_t operand_element_bytes() const {
     return conversion.kernel != nullptr ? conversion.operand_bytes : element_size(dtype);
