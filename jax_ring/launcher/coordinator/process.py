@@ -16,6 +16,7 @@ from jax_ring.launcher.output import Output
 
 _copying: set[asyncio.Task] = set()  # references, so that running tasks are not garbage-collected
 _PROGRAM = pathlib.Path(__file__).parent / "server.py"
+_DYING_SECONDS = 1.0  # for threads to end that have been killed
 
 
 class Service:
@@ -54,7 +55,10 @@ class Service:
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
-        status = self._process.wait() if self._is_dying() else self._process.poll()
+        if self._is_dying():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING_SECONDS)
+        status = self._process.poll()
         name = f"the coordination service (pid {self._process.pid})"
         return None if status is None else from_status(name, NO_RANK, status)
 
