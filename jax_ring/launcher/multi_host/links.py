@@ -3,6 +3,7 @@
 Whoever reaches the port can take part, as with JAX's coordination service: the network has to be trusted.
 """
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -162,7 +163,7 @@ class Led(Remote):
         return "end" in message or "error" in message
 
 
-class Leads(Remote, Generic[K]):
+class Leads(Remote, abc.ABC, Generic[K]):
     """The side of a launcher that decides for other hosts, which have keys: hears what becomes of their processes."""
 
     def __init__(self, name: str, queue: asyncio.Queue[events.Event]) -> None:
@@ -175,9 +176,9 @@ class Leads(Remote, Generic[K]):
         self._changed = asyncio.Event()
         self.others: Others = Others(self._send)
 
+    @abc.abstractmethod
     def _links(self) -> dict[K, Link]:
         """All other hosts that are here."""
-        raise NotImplementedError
 
     def _begin(self, attempt: int, index: dict[K, int]) -> None:
         self._attempt, self._index = attempt, index
