@@ -134,8 +134,9 @@ def test_exchanges_copy_each_element_once(size):
     assert check(move, arrays) == {"all_to_all": len(arrays)}
     with override_lax():
         text = jax.jit(move).lower(arrays).compile().as_text()
+    # Its own name, the position and a block for each rank.
     calls_of_engine = [line for line in text.splitlines() if 'custom_call_target="jax_ring_all_to_all"' in line]
-    assert all(line.partition("), custom_call_target")[0].count("%") >= size for line in calls_of_engine)
+    assert all(line.partition("), custom_call_target")[0].count("%") == size + 2 for line in calls_of_engine)
 
 
 def test_moves():
