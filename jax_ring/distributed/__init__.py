@@ -1,1 +1,1 @@
-"""Programs of several processes: host discovery, agreement checks between processes, and the launcher."""
+"""Programs of several processes: host discovery, their GPUs, and agreement checks."""

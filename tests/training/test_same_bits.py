@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import make_mesh
+from helpers import assert_same_bits, make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -78,3 +78,29 @@ def test_float32_on_any_number_of_devices():
 def test_bfloat16_and_micro_batches():
     digests = {ranks: digest(ranks, 2, "bfloat16", microbatches=2) for ranks in (1, 2)}
     assert len(set(digests.values())) == 1, digests
+
+
+def test_a_loss_of_few_bytes():
+    """XLA may compile a small loop over shards as one function, but not the shard of a rank that has only one."""
+
+    def loss(p, x, y):
+        return ((x * p * p + p * 1.7 - 0.3).sum(1) * y).mean()
+
+    shards, results = 4, []
+    for ranks in (1, 2, 4):
+        mapped = jax.shard_map(
+            value_and_grad(loss, "i", num_shards=shards),
+            mesh=make_mesh((ranks,)), in_specs=(P(), P("i"), P("i")), out_specs=P(),
+        )  # fmt: skip
+        compiled = jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 3})  # as users compile
+        rng = np.random.default_rng(0)
+        shapes = (6,), (3 * shards, 6), (3 * shards,)
+        results.append(
+            [
+                np.asarray(leaf)
+                for _ in range(20)
+                for leaf in compiled(*[rng.standard_normal(shape, np.float32) for shape in shapes])
+            ]
+        )
+    for others in results[1:]:
+        assert_same_bits(others, results[0])

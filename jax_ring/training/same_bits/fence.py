@@ -54,6 +54,16 @@ def first_element(x: jax.Array) -> jax.Array:
     return jax.sharding.auto_axes(first, axes=axes, out_sharding=PartitionSpec())(x) if axes else first(x)
 
 
+def plus_one(count: jax.Array) -> jax.Array:
+    """An int32 scalar plus one, in operations that XLA does not compile into one function with their surroundings.
+
+    XLA for CPUs, since JAX 0.12, compiles a loop that touches less than a kilobyte as one function, and so optimizes
+    across what is kept apart here. It does not where there is a sort in the loop, even in a branch that is not taken:
+    https://github.com/openxla/xla/blob/main/xla/service/cpu/small_while_loop_hoisting_pass.cc
+    """
+    return lax.sort(jnp.stack([count, count + 1]))[1]
+
+
 def behind_barriers(values: Sequence) -> list:
     """The same values, behind one barrier for each set of axes over which some of them vary.
 
@@ -92,6 +102,6 @@ def _in_a_loop(first: list[jax.Array], values: list[jax.Array]) -> list[jax.Arra
 
     def body(state):
         done, values = state
-        return done + 1, [-x for x in values]
+        return plus_one(done), [-x for x in values]
 
     return lax.while_loop(lambda state: state[0] < none, body, (jnp.zeros_like(none), values))[1]

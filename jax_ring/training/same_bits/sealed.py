@@ -10,7 +10,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.training.same_bits.evaluation import evaluate
-from jax_ring.training.same_bits.fence import first_element
+from jax_ring.training.same_bits.fence import first_element, plus_one
 from jax_ring.training.same_bits.rules import with_rules
 
 
@@ -31,8 +31,8 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
         return [own_copy(x, tuple(_compat.varying_axes(condition))) for x in results]
 
     def never():
-        # A loop, because XLA turns a conditional with cheap branches into a `select`.
-        fill = lax.while_loop(lambda i: i < condition, lambda i: i + condition, condition * 0)
+        # Not cheap, because XLA turns a conditional with cheap branches into a `select`.
+        fill = plus_one(condition)
         return [
             own_copy(
                 lax.broadcast(fill.astype(x.dtype), x.shape, out_sharding=x.sharding), tuple(_compat.varying_axes(x))
