@@ -143,6 +143,23 @@ def test_donation(caplog):
         assert "input_output_alias" in changed
 
 
+def test_results_in_host_memory(caplog):
+    """JAX forgets where they are if the program is changed, and raises or returns them in device memory."""
+    host = NamedSharding(MESH, P("i"), memory_kind="pinned_host")
+    x, x_on_host = jax.device_put(X, ROWS), jax.device_put(X, host)
+    cases = [
+        (jax.jit(lambda x: (x.sum(), x - x.mean(0)), out_shardings=(WHOLE, host)), x),
+        (jax.jit(lambda x: (x.sum(), jax.device_put(x - x.mean(0), host))), x),
+        (jax.jit(lambda x: (x.sum(), x - x.mean(0))), x_on_host),
+    ]
+    for f, arg in cases:
+        with override_lax(partitioner=True), caplog.at_level(logging.INFO, logger="jax_ring"):
+            _, result = f(arg)
+        assert result.sharding.memory_kind == "pinned_host"
+        assert_same_bits(result, X - X.mean(0))
+    assert len(re.findall("a result is not in the device's own memory", caplog.text)) == len(cases)
+
+
 def test_what_stays_xlas_is_logged(caplog):
     caplog.set_level(logging.INFO, "jax_ring")
     with override_lax():

@@ -27,6 +27,7 @@ from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import Settings
 from jax_ring.lowering.passes import program_id
@@ -42,7 +43,8 @@ _VERSION = "jax_ring.version"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
 # Fields of HloModuleProto, and of the messages in it.
-_NAME, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 7, 8, 15, 17, 19
+_NAME, _TYPE, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 4, 7, 8, 15, 17, 19
+_RESULT = 2  # of the program's type
 _REPLICAS, _PARTITIONS, _DEVICE_IDS = 1, 3, 1
 _FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4
 _LOCATION_FILE, _LOCATION_FUNCTION, _LOCATION_LINE = 1, 2, 3
@@ -248,6 +250,8 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
             "it donates buffers, which this version of JAX forgets if the program is changed. "
             "override_lax(partitioner=True) replaces them all the same"
         )
+    if not why_not and any(x.memory_space for x in Shape(module.message(_TYPE).message(_RESULT)).arrays):
+        why_not = "a result is not in the device's own memory, which JAX forgets if the program is changed"
     if why_not:
         refuse(None, Unsupported(why_not))
         return None

@@ -12,7 +12,7 @@ from jax_ring.lowering.hlo.wire import Message
 
 # Fields of ShapeProto and LayoutProto.
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
-_MINOR_TO_MAJOR, _TAIL_ALIGNMENT = 1, 16
+_MINOR_TO_MAJOR, _MEMORY_SPACE, _TAIL_ALIGNMENT = 1, 8, 16
 _TUPLE_TYPE = 13
 # The field of HloInstructionProto with the ranges of a slice, and the fields of its messages.
 _SLICES = 17
@@ -36,6 +36,7 @@ class Shape:
       element_type: of an array, XLA's number.
       dimensions: of an array.
       minor_to_major: its layout, fastest first.
+      memory_space: 0 for the device's own memory.
       elements: of a tuple.
     """
 
@@ -44,6 +45,7 @@ class Shape:
         self.element_type = message.integer(_ELEMENT_TYPE)
         self.dimensions = message.integers(_DIMENSIONS)
         self.minor_to_major = message.message(_LAYOUT).integers(_MINOR_TO_MAJOR)
+        self.memory_space = message.message(_LAYOUT).integer(_MEMORY_SPACE)
         self.elements = [Shape(element) for element in message.messages(_TUPLE)]
 
     @property
