@@ -105,9 +105,14 @@ try:
     # Asynchronous collectives: STARTS maps each primitive that starts one to its synchronous primitive; DONES holds
     # those that wait.
     STARTS, DONES = {}, []
-    for _name in ("all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute"):
+    for _name in (
+        "all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute",
+        "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter",
+    ):  # fmt: skip
         if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
-            STARTS[_start] = getattr(_parallel, f"{_name}_p")
+            _synchronous = STARTS[_start] = getattr(_parallel, f"{_name}_p")
+            if _synchronous in _common_lowerings:
+                _lax_rules[_synchronous] = _common_lowerings[_synchronous].rule
         if (_done := getattr(_parallel, f"{_name}_done_p", None)) is not None:
             DONES.append(_done)
 except (ImportError, AttributeError, KeyError) as error:

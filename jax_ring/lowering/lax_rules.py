@@ -37,9 +37,11 @@ def make_rules() -> dict:
     if _compat.pbroadcast_dynamic_p is not None:
         by_primitive[_compat.pbroadcast_dynamic_p] = _make_dynamic_broadcast_rule
     for start, primitive in _compat.STARTS.items():
-        call = _OVERRIDDEN[primitive]
-        call = call._replace(function=f"{call.function}_start", options=Options(apart=True))
-        by_primitive[start] = partial(_make_start_rule, call, _compat.lax_rule(primitive))
+        synchronous = _compat.lax_rule(primitive)  # stays for unreduced and reduced values
+        if call := _OVERRIDDEN.get(primitive):
+            call = call._replace(function=f"{call.function}_start", options=Options(apart=True))
+            synchronous = _make_rule(call, synchronous)
+        by_primitive[start] = partial(_make_start_rule, synchronous)
     for done in _compat.DONES:
         by_primitive[done] = _make_done_rule
     return by_primitive
@@ -170,9 +172,7 @@ def _make_dynamic_broadcast_rule(jax_rule: Callable):
 # so the start returns the result, and the done operation has nothing to do.
 
 
-def _make_start_rule(call: CallSpec, synchronous_rule: Callable, jax_rule: Callable):
-    synchronous = _make_rule(call, synchronous_rule)
-
+def _make_start_rule(synchronous: Callable, jax_rule: Callable):
     def lower(ctx, operand, **params):
         if not enabled.value:
             return jax_rule(ctx, operand, **params)

@@ -224,6 +224,19 @@ def test_asynchronous_calls_have_the_rules_of_jax(transform):
             f(X)
 
 
+def test_asynchronous_gathers_to_reduced_values():
+    """They stay JAX's, and so does what awaits them."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def gathered(x):
+        return parallel.all_gather_start(x, "i", tiled=True, to="reduced").done()
+
+    with jax.set_mesh(mesh), override_lax():
+        x = jnp.arange(8.0, out_sharding=P("i"))
+        result = jax.jit(jax.shard_map(gathered, out_specs=P(None, reduced={"i"})))(x)
+    np.testing.assert_array_equal(jax.device_get(result.addressable_shards[1].data), np.arange(8.0))
+
+
 def test_strict_makes_xla_an_error(monkeypatch):
     monkeypatch.setattr(runtime, "STRICT", True)
     mesh = make_mesh((RANKS, 2), ("i", "auto"))
