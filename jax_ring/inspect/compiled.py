@@ -142,7 +142,7 @@ def _instruction(
             num_bytes = max(sizes) * _num_bytes(*operand.groups())  # the gather may widen it
     elif kind == "reduce_scatter":
         num_bytes = num_bytes * max(sizes) // trees.num_roots(along)
-    call_sites = site[1] if target and (site := _SITE.search(rest)) else ""
+    call_sites = _unescaped(site[1]) if target and (site := _SITE.search(rest)) else ""
     chosen: tuple[str, ...] = ()
     if kind == "all_reduce" and (thresholds := _thresholds(rest)):
         message = joined_bytes(call_sites, num_bytes)
@@ -158,6 +158,15 @@ def _instruction(
         call_sites=call_sites,
     )
     return instruction, chosen
+
+
+def _unescaped(text: str) -> str:
+    """A string as MLIR prints it: with bytes that are not ASCII, and quotes, in hexadecimal."""
+
+    def byte(match: re.Match) -> bytes:
+        return b"\\" if match[1] == b"\\" else bytes.fromhex(match[1].decode())
+
+    return re.sub(rb"\\(\\|[0-9A-F]{2})", byte, text.encode()).decode()
 
 
 def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:

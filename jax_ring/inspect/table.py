@@ -1,6 +1,7 @@
 """Tables that fit a terminal of 80 columns and show ten rows."""
 
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ ROWS = 10
 
 def relative(text: str) -> str:
     """Without the working directory in front of files below it."""
-    return text.replace(os.path.join(os.getcwd(), ""), "")
+    return re.sub(rf"(?<!\S){re.escape(os.path.join(os.getcwd(), ''))}", "", text)
 
 
 def wrapped(text: str) -> list[str]:

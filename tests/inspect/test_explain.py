@@ -283,6 +283,13 @@ def test_calls_that_are_joined():
     assert found.predicted_bytes == found.counted_bytes == 42
 
 
+def test_names_that_are_not_ascii():
+    def größe(x):
+        return ring_psum(x, "i")
+
+    assert "größe)" in only(explained(größe).instructions).call_sites
+
+
 def test_pmap():
     f = jax.pmap(lambda x: ring_psum(x, "i"), axis_name="i", devices=jax.devices()[:RANKS])
     found = explain(f, X.reshape(RANKS, 2))
