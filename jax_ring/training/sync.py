@@ -355,15 +355,21 @@ def sync_with_feedback(
     """
     if not {"wire", "wire_dtype"} & {*options}:
         options["wire"] = jnp.bfloat16
-    own: Any = jax.tree.structure(residual)
-    like: Any = jax.tree.structure(tree.terms if isinstance(tree, ShardSums) else tree)
+    own, like = _tree_and_shapes(residual), _tree_and_shapes(tree)
     if own != like:
         raise ValueError(
-            f"sync_with_feedback: residual must be a tree like that of the gradients, {like}, with zeros in the first "
-            f"step; got {own}"
+            "sync_with_feedback: residual must be a tree like that of the gradients, with zeros in the first step: "
+            f"{like[0]} with shapes {like[1]}; got {own[0]} with shapes {own[1]}"
         )
     reduced = Reduction.of("sync_with_feedback", options).synced(tree, axis_name, mean, residual)
     return reduced.tree, reduced.residual
+
+
+def _tree_and_shapes(tree: Any) -> tuple[Any, list[tuple]]:
+    """The structure and the leaves' shapes, without slots."""
+    slots = isinstance(tree, ShardSums)
+    leaves, structure = jax.tree.flatten(tree.terms if slots else tree)
+    return structure, [jnp.shape(x)[slots and not is_float0(x) :] for x in leaves]
 
 
 _HINTS = {

@@ -137,7 +137,7 @@ def test_a_number_of_ranks_to_shard_over(layout):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-@pytest.mark.parametrize("residual", [None, 0.0, {"v": jnp.zeros((4, 4))}], ids=repr)
+@pytest.mark.parametrize("residual", [None, 0.0, {"v": jnp.zeros((4, 4))}, {"w": jnp.zeros((5, 1, 1))}], ids=repr)
 def test_a_residual_of_another_tree(residual):
     with pytest.raises(ValueError, match=r"^sync_with_feedback: residual must be a tree like that of the gradients"):
         run(lambda x: jax_ring.sync_with_feedback({"w": x}, residual, "i")[0]["w"])
