@@ -35,7 +35,7 @@ def main() -> None:
     run = commands.add_parser("run", help="runs a program under override_lax(), unchanged")
     run.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     run.add_argument("script", help="a Python file; a module after -m")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    run.add_argument("arguments", default=[], nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args()
     if options.what == "flight":
         print(tables_of_host(), end="")
@@ -65,8 +65,11 @@ def run_overridden(kind: str, *command: str) -> NoReturn:
 def _options_of_python() -> list[str]:
     """Those in front of `-m jax_ring`."""
     given = sys.orig_argv[1:]
-    places = [i for i, pair in enumerate(itertools.pairwise(given)) if pair == ("-m", "jax_ring")]
-    return given[: places[0]] if places else []
+    for i, (arg, following) in enumerate(itertools.pairwise([*given, ""])):
+        flags, m, name = arg.partition("m")  # as in -Om jax_ring and -mjax_ring
+        if m and flags.startswith("-") and (name or following) == "jax_ring":
+            return [*given[:i], *[flags] * (flags != "-")]
+    return []
 
 
 def versions() -> dict[str, str]:
@@ -81,7 +84,10 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    default = jax.default_backend()
+    try:
+        default = jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # the latter where there is no GPU
+        return {"default": f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: none {error}".rstrip()}
     lines = {"default": default, "processes": str(jax.process_count())}
     for name in dict.fromkeys(("cpu", "cuda", default)):
         found = _devices_of(name)
@@ -94,7 +100,7 @@ def devices() -> dict[str, str]:
 def _devices_of(name: str) -> list:
     try:
         return jax.devices(name)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         return []
 
 

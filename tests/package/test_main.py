@@ -36,6 +36,26 @@ def test_report():
     assert text.rstrip().splitlines()[-2].split() == ["cpu", "yes"]
 
 
+def test_a_platform_without_devices():
+    text = run(JAX_PLATFORMS="cuda")
+    assert value_of("default", text).startswith("JAX_PLATFORMS='cuda': none")
+    assert text.rstrip().splitlines()[-2].split(None, 1) == ["cpu", "no: JAX has no such devices"]
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["-O"], ["-O", "-m", "jax_ring", "run", "-m", "jax_ring"]),
+        (["-X", "dev", "-O"], ["-X", "dev", "-Om", "jax_ring", "run", "a.py"]),
+        (["-I"], ["-I", "-mjax_ring", "run", "a.py"]),
+        ([], ["a.py", "-m", "other"]),
+    ],
+)
+def test_options_of_python(options, given, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *given])
+    assert report._options_of_python() == options
+
+
 def test_active_options():
     text = run(JAX_RING_TIMEOUT_S="2.5", JAX_RING_ISA="baseline", JAX_RING_STRICT="1")
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
