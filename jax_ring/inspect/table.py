@@ -1,7 +1,6 @@
 """Tables that fit a terminal of 80 columns and show ten rows."""
 
 import os
-import re
 import textwrap
 from collections.abc import Sequence
 
@@ -10,7 +9,8 @@ ROWS = 10
 
 def relative(text: str) -> str:
     """Without the working directory in front of files below it."""
-    return re.sub(rf"(?<!\S){re.escape(os.path.join(os.getcwd(), ''))}", "", text)
+    here = os.path.join(os.getcwd(), "")
+    return text.removeprefix(here).replace(f" {here}", " ")
 
 
 def wrapped(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import explain, override_lax, ring_psum
 from jax_ring.inspect.compiled import find_collectives
+from jax_ring.inspect.table import relative
 from jax_ring.inspect.wire_bytes import wire_bytes
 
 RANKS = 8
@@ -281,6 +282,17 @@ def test_calls_that_are_joined():
     assert instruction.operands == ("f32[2]",) * 3
     assert "test_explain.py" in instruction.call_sites
     assert found.predicted_bytes == found.counted_bytes == 42
+
+
+def test_the_working_directory_is_left_out_of_paths_alone(monkeypatch):
+    texts = "/work/a.py:3 (f), called at /work/data/work/b.py:4 (g)"
+    for directory, expected in {
+        "/work": "a.py:3 (f), called at data/work/b.py:4 (g)",
+        "/": "work/a.py:3 (f), called at work/data/work/b.py:4 (g)",
+        "/elsewhere": texts,
+    }.items():
+        monkeypatch.setattr("os.getcwd", lambda directory=directory: directory)
+        assert relative(texts) == expected
 
 
 def test_names_that_are_not_ascii():
