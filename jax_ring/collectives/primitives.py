@@ -26,7 +26,7 @@ from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.passes import merge_equations
 from jax_ring.lowering.rules import lower
-from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_reduce_to_xla
+from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_extremum_to_xla, lower_reduce_to_xla
 
 # ---- The template ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,8 @@ _ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant
 
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
     name = f"ring_p{op}"
-    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(_compat.lower_as_lax, lax_primitive))
+    to_xla = partial(_compat.lower_as_lax if op == "sum" else partial(lower_extremum_to_xla, op), lax_primitive)
+    call = CallSpec(name, kinds.ALL_REDUCE, op, to_xla)
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
     invariant = plain._replace(abstract_eval=_ABSTRACT_INVARIANT, transpose=transposes[1])
     return _pair(name, call, plain, invariant)

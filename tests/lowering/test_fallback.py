@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh, num_calls, sharded
+from helpers import assert_same_bits, make_mesh, num_calls, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +15,7 @@ from jax_ring import (
     ring_all_gather,
     ring_broadcast,
     ring_pmax,
+    ring_pmin,
     ring_psum,
     ring_psum_scatter,
     ring_reduce,
@@ -88,6 +89,29 @@ def test_a_right_reduce_scatter_is_used(monkeypatch, caplog):
     with caplog.at_level("INFO", logger="jax_ring"):
         ours.lower(X)
     assert "XLA's all_reduce" in caplog.records[-1].getMessage()
+
+
+SPECIAL = np.stack([[1, 0.0, -0.0, np.inf, -3], *[[0.5, -0.0, -0.0, 1, -3]] * 2, [np.nan, -0.0, -0.0, -np.inf, -2]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
+def test_maxima_and_minima_keep_nans_and_signs_of_zeros(dtype):
+    x = SPECIAL.astype(dtype)
+    mesh = make_mesh((4, 2), ("i", "auto"))
+
+    def body(x):
+        return ring_pmax(x, "i"), ring_pmin(x, "i")
+
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"}))
+    assert_same_bits(
+        f(x),
+        tuple(
+            np.array([row]).astype(dtype)
+            for row in ([np.nan, 0.0, -0.0, np.inf, -2], [np.nan, -0.0, -0.0, -np.inf, -3])
+        ),
+    )
+    integers = np.arange(8, dtype=np.int32).reshape(4, 2)
+    assert_same_bits(f(integers), (integers[3:], integers[:1]))
 
 
 COLLECTIVES = {

@@ -38,7 +38,7 @@ def types_of(op: str, dtype) -> Types:
         return Types(dtype, dtype, dtype)
     is_double = jnp.finfo(dtype).bits == 64
     if op != "sum":
-        return Types(dtype, np.dtype(np.int64 if is_double else np.int32), dtype)
+        return Types(dtype, bitcasts.ordered_dtype(dtype), dtype)
     accumulator = dtype if is_double else np.dtype(np.float32)
     return Types(accumulator, accumulator, dtype)
 
@@ -88,9 +88,9 @@ def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
         to = types.crossing
         if jnp.issubdtype(before.dtype, jnp.floating) and op != "sum":
             keys = before.update(dtype=to)
-            x = ops.inline_one(ctx, partial(_to_ordered_integers, key_type=to, largest=op == "max"), x, before)
+            x = ops.inline_one(ctx, partial(bitcasts.to_ordered_integers, key_type=to, largest=op == "max"), x, before)
             x = xla_ops.all_reduce(ctx, op, groups, x, to)
-            return ops.inline_one(ctx, partial(_from_ordered_integers, dtype=after.dtype), x, keys)
+            return ops.inline_one(ctx, partial(bitcasts.from_ordered_integers, dtype=after.dtype), x, keys)
         return ops.convert(ctx, xla_ops.all_reduce(ctx, op, groups, x, to), after.dtype)
 
     def steps(size: int) -> list[Step]:
@@ -142,14 +142,14 @@ def encoded(x: jax.Array, op: str, types: Types) -> jax.Array:
     """What crosses of a shard."""
     if types.crossing == types.scattered:
         return x
-    return _to_ordered_integers(x, key_type=types.crossing, largest=op == "max")
+    return bitcasts.to_ordered_integers(x, key_type=types.crossing, largest=op == "max")
 
 
 def decoded(x: jax.Array, types: Types) -> jax.Array:
     """The shard of the result from the reduction of what crossed."""
     if types.crossing == types.scattered:
         return x.astype(types.gathered)
-    return _from_ordered_integers(x, dtype=types.gathered)
+    return bitcasts.from_ordered_integers(x, dtype=types.gathered)
 
 
 _FOLDS = {"sum": lax.add, "max": lax.max, "min": lax.min}
@@ -166,18 +166,3 @@ def fold(terms: jax.Array, op: str = "sum") -> jax.Array:
 def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:
     """The elements of each shard; the last ones are padded."""
     return math.ceil(num_elements / num_shards / unit) * unit
-
-
-def _to_ordered_integers(x, *, key_type, largest: bool):
-    """Integers ordered like the floats, -0 below +0, NaN largest or smallest."""
-    keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
-    limits = jnp.iinfo(key_type)
-    # The bits of negative floats order in reverse.
-    keys = jnp.where(keys < 0, keys ^ limits.max, keys)
-    return jnp.where(jnp.isnan(x), limits.max if largest else limits.min, keys)
-
-
-def _from_ordered_integers(keys, *, dtype):
-    """The inverse; the limits decode to NaN."""
-    bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
-    return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)

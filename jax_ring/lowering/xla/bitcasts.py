@@ -67,3 +67,32 @@ def unpacked(words: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     parts = 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
     bits = lax.bitcast_convert_type(words, to).reshape(-1)
     return from_words(bits[: parts * math.prod(shape)], dtype).reshape(shape)
+
+
+def ordered_dtype(dtype):
+    """The dtype of `to_ordered_integers`."""
+    return jnp.dtype(jnp.int64 if jnp.finfo(dtype).bits == 64 else jnp.int32)
+
+
+def to_ordered_integers(x, *, key_type, largest: bool):
+    """Integers ordered like the floats, -0 below +0, NaN largest or smallest."""
+    keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
+    highest = _highest(keys)
+    return lax.select(lax.ne(x, x), highest if largest else lax.bitwise_not(highest), _negative_reversed(keys))
+
+
+def from_ordered_integers(keys, *, dtype):
+    """The inverse; the limits decode to NaN."""
+    bits = _negative_reversed(keys)
+    return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)
+
+
+def _negative_reversed(keys):
+    """The bits of negative floats order in reverse."""
+    return lax.select(lax.lt(keys, zeros_like(keys)), lax.bitwise_xor(keys, _highest(keys)), keys)
+
+
+def _highest(keys):
+    """The largest integers, like `zeros_like` without a constant."""
+    minus_one = lax.bitwise_not(zeros_like(keys))
+    return lax.shift_right_logical(minus_one, lax.neg(minus_one))

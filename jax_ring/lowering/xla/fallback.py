@@ -13,9 +13,18 @@ from jax import lax
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
+from jax_ring.lowering.dispatch import platforms_of
 from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.xla import ops
-from jax_ring.lowering.xla.bitcasts import bits_dtype, from_bits, to_bits, zeros_like
+from jax_ring.lowering.xla.bitcasts import (
+    bits_dtype,
+    from_bits,
+    from_ordered_integers,
+    ordered_dtype,
+    to_bits,
+    to_ordered_integers,
+    zeros_like,
+)
 
 
 def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
@@ -37,6 +46,19 @@ def on_root(total, axes, root):
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
     return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
+
+
+def lower_extremum_to_xla(op, primitive, ctx, operand, **params):
+    """A maximum or minimum: of floats as integers of the same order, because XLA's all-reduce drops NaNs on CPUs."""
+    (aval,) = ctx.avals_in
+    lower = partial(_compat.lower_as_lax, primitive)
+    if "cpu" not in platforms_of(ctx) or not jnp.issubdtype(aval.dtype, jnp.floating):
+        return lower(ctx, operand, **params)
+    keys_aval = aval.update(dtype=ordered_dtype(aval.dtype))
+    to_keys = partial(to_ordered_integers, key_type=keys_aval.dtype, largest=op == "max")
+    keys = ops.inline_one(ctx, to_keys, operand, aval)
+    (keys,) = lower(ctx.replace(avals_in=[keys_aval], avals_out=[keys_aval]), keys, **params)
+    return [ops.inline_one(ctx, partial(from_ordered_integers, dtype=aval.dtype), keys, keys_aval)]
 
 
 def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
