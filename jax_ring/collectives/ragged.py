@@ -61,7 +61,8 @@ def ring_ragged_all_to_all(
 
     Raises:
       ValueError: if shapes do not fit each other or the number of ranks, or sizes and offsets are no integers. At run
-        time, on all ranks, if a slice leaves its operand or result, or its receiver expects another size.
+        time, on all ranks, if a slice leaves its operand or result, or its receiver expects another size. This is not
+        checked where no engine serves the call, such as across hosts: rows are then wrong, as in `lax`.
       NotImplementedError: over a vmap axis. Others: as `ring_psum`.
     """
     function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all")
