@@ -107,11 +107,13 @@ def check_faults(faults: object, num_processes: int) -> Sequence[Fault]:
 
     Raises:
       TypeError: unless a sequence of `Fault`.
-      ValueError: for a rank that does not exist, or is to end twice.
+      ValueError: for a rank that does not exist, or is to end twice, and for another kind.
     """
     if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
         raise TypeError(f"faults must be a list of pytest_jax_ring.kill(...), stop(...) or delay(...), got {faults!r}")
     for fault in faults:
+        if fault.kind not in ("kill", "stop", "delay") or not isinstance(fault.rank, int) or not fault.seconds >= 0:
+            raise ValueError(f"a fault kills, stops or delays (by 0 s or more) a rank given by number, got {fault!r}")
         if not 0 <= fault.rank < num_processes:
             raise ValueError(f"{fault}, but the ranks are 0 to {num_processes - 1}")
     ended = [fault.rank for fault in faults if fault.kind != "delay"]

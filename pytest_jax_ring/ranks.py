@@ -53,17 +53,23 @@ class Job:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.timeout is not None and not self.timeout > 0:
+        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout!r}")
-        if not isinstance(self.environment, Mapping) and len(self.environment) != self.num_processes:
+        environments = self.environments()
+        if len(environments) != self.num_processes or not all(
+            isinstance(each, Mapping) and all(isinstance(text, str | os.PathLike) for text in [*each, *each.values()])
+            for each in environments
+        ):
             raise ValueError(
-                f"environment must be one mapping, or one for each of the {self.num_processes} processes, got "
-                f"{len(self.environment)}"
+                f"environment must be one mapping of strings, or one for each of the {self.num_processes} processes, "
+                f"got {self.environment!r}"
             )
         check_faults(self.faults, self.num_processes)
 
-    def environment_of(self, number: int) -> Mapping[str, str]:
-        return self.environment if isinstance(self.environment, Mapping) else self.environment[number]
+    def environments(self) -> Sequence[Mapping[str, str]]:
+        """By rank."""
+        one = self.environment
+        return one if isinstance(one, Sequence) else [one] * self.num_processes
 
 
 def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
@@ -133,7 +139,7 @@ class _Ranks(ProcessGroup):
             "JAX_NUM_PROCESSES": str(self._job.num_processes),
             "JAX_PROCESS_ID": str(number),
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            **self._job.environment_of(number),
+            **self._job.environments()[number],
             rank.VARIABLE: json.dumps(task),
         }
         if os.getcwd() in sys.path or "" in sys.path:  # as with python -m pytest

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pytest_jax_ring import delay, kill, ranks, stop
-from pytest_jax_ring.faults import check_faults
+from pytest_jax_ring.faults import Fault, check_faults
 from pytest_jax_ring.ranks import Job
 
 CONFTEST = """
@@ -278,7 +278,11 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
     [
         ({"num_processes": 0}, ValueError, "num_processes must be a positive integer, got 0"),
         ({"num_processes": 2, "devices": 1.5}, ValueError, "devices must be a positive integer, got 1.5"),
-        ({"num_processes": 2, "environment": [{}] * 3}, ValueError, "one for each of the 2 processes, got 3"),
+        ({"num_processes": 2, "environment": [{}] * 3}, ValueError, "one for each of the 2 processes, got [{}"),
+        ({"num_processes": 2, "environment": None}, ValueError, "got None"),
+        ({"num_processes": 2, "environment": {"A": 1}}, ValueError, "got {'A': 1}"),
+        ({"num_processes": 2, "environment": "AB"}, ValueError, "got 'AB'"),
+        ({"num_processes": 2, "timeout": "10"}, ValueError, "timeout must be a positive number of seconds, got '10'"),
         ({"num_processes": 2, "timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
         (
             {"num_processes": 2, "faults": [kill(2, at="x")]},
@@ -287,6 +291,9 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
         ),
         ({"num_processes": 2, "faults": [kill(1, at="x"), stop(1, at="y")]}, ValueError, "killed or stopped once"),
         ({"num_processes": 2, "faults": "kill"}, TypeError, "faults must be a list of"),
+        ({"num_processes": 2, "faults": [Fault("explode", 1, "x")]}, ValueError, "got Fault(kind='explode', rank=1"),
+        ({"num_processes": 2, "faults": [kill("1", at="x")]}, ValueError, "got Fault(kind='kill', rank='1'"),
+        ({"num_processes": 2, "faults": [delay(1, -1, at="x")]}, ValueError, "seconds=-1)"),
     ],
 )
 def test_wrong_arguments(arguments, error, text):
