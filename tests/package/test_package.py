@@ -44,8 +44,9 @@ def test_public_names():
     ]
 
 
-def test_typing_files_are_installed():
-    assert importlib.resources.files("jax_ring").joinpath("py.typed").is_file()
+@pytest.mark.parametrize("package", ["jax_ring", "pytest_jax_ring"])
+def test_typing_files_are_installed(package):
+    assert importlib.resources.files(package).joinpath("py.typed").is_file()
 
 
 def signatures(stub):
