@@ -88,7 +88,7 @@ def run_in_ranks(item: pytest.Item, mark: pytest.Mark) -> None:
         return str(error.value) if isinstance(error.value, RanksFailed) else original(error, *arguments, **options)
 
     original = item.repr_failure
-    item.setup = lambda: None  # type: ignore[method-assign]
+    item.setup = item.teardown = lambda: None  # type: ignore[method-assign]
     item.runtest = runtest  # type: ignore[method-assign]
     item.repr_failure = repr_failure  # type: ignore[assignment]
 

@@ -75,6 +75,8 @@ def test_the_body_runs_in_each_process(run_tests, monkeypatch):
     monkeypatch.setenv("no_proxy", "")
     status, output = run_tests(
         """
+import unittest
+
 @pytest.fixture
 def scale(request):
     return request.config.getoption("--scale")
@@ -89,8 +91,12 @@ def test_sum(factor, scale, tmp_path, monkeypatch):
     assert factor * scale * total() == 150.0
 
 @pytest.mark.jax_processes(1)
-def test_skipped():
-    pytest.skip("not today")
+class TestCase(unittest.TestCase):
+    def setUp(self):
+        self.reason = "not today"
+
+    def test_skipped(self):
+        pytest.skip(self.reason)
 
 @pytest.mark.jax_processes(1)
 @pytest.mark.xfail(raises=None)
