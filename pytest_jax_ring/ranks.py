@@ -150,7 +150,6 @@ class _Ranks(ProcessGroup):
             "-p",
             "no:cacheprovider",
             "-s",
-            "--runxfail",
         ]
         if config.inipath is not None:
             arguments += ["-c", str(config.inipath)]
@@ -213,6 +212,8 @@ class _Ranks(ProcessGroup):
             failed.sort(
                 key=lambda outcome: (outcome.blames_another, outcome.is_running and outcome.has_finished, outcome.when)
             )
+            if failed[0].expected is not None:
+                pytest.xfail(failed[0].expected)
             for outcome in outcomes:
                 if outcome.output.strip():
                     item.add_report_section("call", f"output of rank {outcome.rank}", outcome.output)
@@ -253,11 +254,14 @@ class _Ranks(ProcessGroup):
                 outcome.failure = content
             elif kind == "blames another":
                 outcome.blames_another = True
+            elif kind == "exit":
+                pytest.exit(*content)
             else:
                 report = item.config.hook.pytest_report_from_serializable(config=item.config, data=content)
                 passed |= report.when == "call" and report.passed
                 if report.failed and outcome.failure is None:
                     outcome.failure, outcome.when = report.longreprtext, report.stop
+                    outcome.expected = getattr(report, "wasxfail", None)
                 outcome.has_finished |= report.when == "teardown"
                 if report.skipped:  # (file, line, reason)
                     outcome.skipped = str(report.longrepr[2])
@@ -284,6 +288,7 @@ class _Outcome:
     output: str
     when: float
     failure: str | None = None
+    expected: str | None = None  # why the failure is
     skipped: str | None = None
     blames_another: bool = False
     is_running: bool = False

@@ -98,10 +98,13 @@ class TestCase(unittest.TestCase):
     def test_skipped(self):
         pytest.skip(self.reason)
 
+    def test_known_to_fail(self):
+        pytest.xfail("tomorrow")
+
 @pytest.mark.jax_processes(1)
-@pytest.mark.xfail(raises=None)
+@pytest.mark.xfail(raises=ZeroDivisionError)
 def test_expected_to_fail():
-    raise ValueError
+    1 / 0
 
 def test_in_this_process():
     assert jax.process_count() == 1
@@ -109,8 +112,9 @@ def test_in_this_process():
         "--scale=5",
     )
     assert status == 0, output
-    assert "2 passed, 1 skipped, 1 xfailed" in output
+    assert "2 passed, 1 skipped, 2 xfailed" in output
     assert "not today" in output
+    assert "tomorrow" in output
 
 
 def texts_by_test(output: str) -> dict[str, str]:
@@ -123,6 +127,7 @@ def test_the_rank_that_failed_comes_first(run_tests):
     status, output = run_tests(
         """
 @pytest.mark.jax_processes(3)
+@pytest.mark.xfail(raises=KeyError)
 def test_fails():
     print("rank", jax.process_index(), "was here")
     if jax.process_index() == 1:
@@ -158,14 +163,22 @@ def test_exits():
     if jax.process_index() == 1:
         print("this is the end", flush=True)
         os._exit(7)
+
+@pytest.mark.jax_processes(1)
+def test_ends_all():
+    pytest.exit("no network")
+
+def test_not_run():
+    pass
 """
     )
-    assert status == 1
+    assert status == 2
     of = texts_by_test(output)
     assert "still running after 15 s" in of["test_hangs"]
     assert re.search(r"test_ranks.py\", line \d+ in test_hangs", of["test_hangs"])  # in the stack of rank 1
     assert "rank 1 of 2: ended with status 7 before the test had ended" in of["test_exits"]
     assert "this is the end" in of["test_exits"]
+    assert "Exit: no network" in output
     assert "2 failed" in output
 
 
@@ -199,6 +212,7 @@ def test_faults(run_tests):
     status, output = run_tests(
         """
 @pytest.mark.jax_processes(2, faults=[kill(1, at="step 2")])
+@pytest.mark.xfail(strict=True)
 def test_killed():
     with pytest.raises(Exception, match=r"[Pp]rocess 1"):
         for step in range(4):
@@ -212,8 +226,8 @@ def test_not_reached():
 """
     )
     assert status == 1
-    assert "1 passed" in output
-    assert "1 failed" in output
+    assert "[XPASS(strict)]" in texts_by_test(output)["test_killed"]
+    assert "2 failed" in output
     assert "did not happen: kill of rank 0 at 'another point'" in output
 
 
