@@ -65,6 +65,7 @@ class Rank:
         for name, value in self._task["options"].items():
             if hasattr(config.option, name):
                 setattr(config.option, name, value)
+        config.args = config.args[-1:]  # the test, without the files and folders of the command line
 
     def _write(self, kind: str, content: Any) -> None:
         self._reports.write(json.dumps([kind, content], default=repr) + "\n")
@@ -73,7 +74,8 @@ class Rank:
     def pytest_sessionstart(self) -> None:
         """After conftest files, which may configure JAX, before test modules, which may use devices."""
         # This process's output is the test's. Pytest's own would only mix with it.
-        self._config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
+        if reporter := self._config.pluginmanager.get_plugin("terminalreporter"):
+            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115
         import jax
 
         jax.config.update("jax_num_cpu_devices", self._task["devices"])
@@ -85,7 +87,8 @@ class Rank:
             return (yield)
         finally:
             # Nobody reads this process's summary, and plugins would import more for it than the test needs.
-            self._config.pluginmanager.unregister(name="terminalreporter")
+            if self._config.pluginmanager.has_plugin("terminalreporter"):
+                self._config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         mark = item.get_closest_marker("jax_processes")

@@ -25,15 +25,13 @@ _GRACE = 10.0
 # On a loaded machine, a rank starts writing its stacks within this time, and then ends.
 _STACKS_BEGIN = 15.0
 _STACKS_END = 2.0
-# Options that select, distribute or report tests concern this process alone.
-_OWN_OPTIONS = """
-    file_or_dir keyword markexpr deselect maxfail lf failedfirst newfirst stepwise stepwise_skip last_failed_no_failures
-    numprocesses maxprocesses dist tx px rsyncdir loadgroup testrunuid
-    capture verbose reportchars showlocals tbstyle xmlpath junitprefix durations durations_min color no_header
-    no_summary fold_skipped collectonly cacheshow cacheclear setuponly setupshow setupplan help version pastebin
-    usepdb trace inifilename rootdir confcutdir pyargs plugins override_ini basetemp timeout runxfail
-    strict_config strict_markers
-""".split()  # noqa: SIM905  # a list would fill a screen
+# The ranks get this process's options, but for these: it selects and reports the tests.
+_OPTIONS_OF_RANKS = {
+    "keyword": "", "markexpr": "", "deselect": None, "lf": False, "failedfirst": False, "newfirst": False,
+    "stepwise": False, "stepwise_skip": False, "stepwise_reset": False, "usepdb": False, "trace": False,
+    "capture": "no", "tbstyle": "auto", "xmlpath": None, "pastebin": None, "basetemp": None, "cacheclear": False,
+    "cacheshow": True,  # so that pytest writes nothing to its cache
+}  # fmt: skip
 
 
 class RanksFailed(Exception):
@@ -144,17 +142,16 @@ class _Ranks(ProcessGroup):
         }
         if os.getcwd() in sys.path or "" in sys.path:  # as with python -m pytest
             variables["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-        arguments = [
-            str(config.rootpath / item.nodeid),
-            f"--rootdir={config.rootpath}",
-            "-p",
-            "no:cacheprovider",
-            "-s",
-        ]
+        # The same command line, as no other has the same plugins, settings and options. rank.py leaves one test of it.
+        arguments = [str(argument) for argument in config.invocation_params.args if argument != "--"]
+        arguments += [f"--rootdir={config.rootpath}", "-s"]
         if config.inipath is not None:
             arguments += ["-c", str(config.inipath)]
-        if config.pluginmanager.hasplugin("xdist"):
+        if hasattr(config.option, "numprocesses"):  # of pytest-xdist
             arguments += ["-n", "0"]
+        if hasattr(config.option, "no_cov"):  # ranks of pytest-cov would delete each other's files
+            arguments.append("--no-cov")
+        arguments.append(f"{item.path}::{item.nodeid.partition('::')[2]}")
         self.start(["-m", "pytest", *arguments], variables, stdout="output", stderr="output")
 
     def __exit__(self, *exception: object) -> None:
@@ -322,10 +319,7 @@ def _limit_of(item: pytest.Item, job: Job) -> float:
 
 
 def _options_for_ranks(config: pytest.Config) -> dict[str, Any]:
-    """The tests' own options, from conftest files and plugins."""
+    """Values that all ranks must share, even if each would compute its own, such as a random seed."""
     simple = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in vars(config.option).items()
-        if name not in _OWN_OPTIONS and isinstance(value, simple)
-    }
+    shared = {name: value for name, value in vars(config.option).items() if type(value) in simple}
+    return shared | _OPTIONS_OF_RANKS

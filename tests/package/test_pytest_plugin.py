@@ -1,5 +1,6 @@
 """The pytest plugin: tests in several processes, what they report, faults on purpose, and lax replaced."""
 
+import os
 import pathlib
 import re
 import signal
@@ -14,6 +15,7 @@ from pytest_jax_ring.ranks import Job
 
 CONFTEST = """
 import os
+import pathlib
 import sys
 
 assert "jax" not in sys.modules, "the plugin must leave it to the conftest file to import JAX first"
@@ -25,6 +27,13 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 def pytest_addoption(parser):
     parser.addoption("--scale", type=int, default=1)
+    parser.addoption("--data", type=pathlib.Path)
+    parser.addoption("--model", action="append", default=[])
+    parser.addoption("--seed", type=int, default=os.getpid())
+
+def pytest_generate_tests(metafunc):
+    if "model" in metafunc.fixturenames:
+        metafunc.parametrize("model", metafunc.config.getoption("--model"))
 
 def pytest_terminal_summary():
     assert "JAX_RING_PYTEST_RANK" not in os.environ, "nobody reads it, and plugins import what they need for it"
@@ -62,7 +71,7 @@ def run_tests(tmp_path):
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_ranks.py").write_text(PRELUDE + tests)
         result = subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *options],
+            [sys.executable, "-P", "-m", "pytest", "-q", "-rA", *options],
             cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         return result.returncode, result.stdout + result.stderr
@@ -70,12 +79,22 @@ def run_tests(tmp_path):
     return run
 
 
-def test_the_body_runs_in_each_process(run_tests, monkeypatch):
+def test_the_body_runs_in_each_process(run_tests, monkeypatch, tmp_path):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
     monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--last-failed --cache-clear")
+    (tmp_path / "plugins").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugins"), prepend=os.pathsep)
+    (tmp_path / "plugins" / "halves.py").write_text("import pytest\n\n@pytest.fixture\ndef half():\n    return 0.5\n")
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "constants.py").write_text("TWO = 2.0\n")
     status, output = run_tests(
         """
+import pathlib
 import unittest
+import warnings
+
+from constants import TWO
 
 @pytest.fixture
 def scale(request):
@@ -83,12 +102,17 @@ def scale(request):
 
 @pytest.mark.jax_processes(3, devices=2, environment=[{"NAME": name} for name in "xyz"])
 @pytest.mark.parametrize("factor", [2.0])
-def test_sum(factor, scale, tmp_path, monkeypatch):
+def test_sum(factor, model, scale, half, request, tmp_path, monkeypatch):
     import os
     assert os.environ["NAME"] == "xyz"[jax.process_index()]
     assert jax.process_count() == 3 and jax.local_device_count() == 2
     assert jax.config.jax_enable_x64
     assert factor * scale * total() == 150.0
+    assert model == "small" and half * TWO == 1.0
+    assert request.config.getoption("--data") == pathlib.Path("data")
+    assert request.config.getoption("--seed") == os.getppid()
+    with pytest.raises(DeprecationWarning):
+        warnings.warn("old", DeprecationWarning)
 
 @pytest.mark.jax_processes(1)
 class TestCase(unittest.TestCase):
@@ -109,8 +133,9 @@ def test_expected_to_fail():
 def test_in_this_process():
     assert jax.process_count() == 1
 """,
-        "--scale=5",
-    )
+        "--scale=5", "--model=small", "--data", "data", "-p", "halves", "-o", "pythonpath=library",
+        "-W", "error::DeprecationWarning", f"--rootdir={tmp_path / 'library'}",
+    )  # fmt: skip
     assert status == 0, output
     assert "2 passed, 1 skipped, 2 xfailed" in output
     assert "not today" in output
