@@ -17,6 +17,7 @@ from jax_ring.inspect.wire_bytes import wire_bytes
 from jax_ring.lowering import dispatch, override, ragged
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import KINDS, is_number
+from jax_ring.lowering.passes.inherited_lines import inherit
 from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
@@ -187,7 +188,8 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr):
             if _compat.is_jaxpr(inner):
-                yield from _walk(_as_jaxpr(inner), inner_context, _times_within(eqn, times), predictor)
+                body = inherit(inner, eqn.source_info.traceback) if is_shard_map else inner
+                yield from _walk(_as_jaxpr(body), inner_context, _times_within(eqn, times), predictor)
 
 
 def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:

@@ -117,6 +117,27 @@ def test_loops_and_branches():
     assert "at least 224 predicted, at least 224 counted" in str(found)
 
 
+def test_collectives_that_are_a_whole_function_have_the_line_of_its_use():
+    psum = partial(ring_psum, axis_name="i")
+
+    def body(x):
+        x = lax.cond(lax.axis_index("i") >= 0, psum, lambda v: v, x)
+        x = lax.map(psum, x)
+        x = jax.jit(jax.checkpoint(psum))(x * x)
+        return lax.map(partial(lax.psum, axis_name="i"), x[:, None])[:, 0]
+
+    first = body.__code__.co_firstlineno
+    with override_lax():
+        found = explained(body)
+    assert [int(call.call_site.split(":")[1]) - first for call in found.collectives] == [1, 2, 3, 4]
+    assert sorted(int(i.call_sites.split(":")[1].split()[0]) - first for i in found.instructions) == [1, 2, 3, 4]
+    whole = jax.shard_map(psum, mesh=MESH, in_specs=P("i"), out_specs=P())
+    replicas = explained(lambda x: jax_ring.check_replicas(x, "i"), in_specs=P())  # the second call is in a branch
+    calls = [*explain(lambda x: whole(x), X).collectives, *replicas.collectives]
+    assert len(calls) == 3
+    assert all("test_explain.py" in call.call_site for call in calls)
+
+
 def test_custom_derivatives_and_nested_functions():
     @jax.custom_vjp
     def f(x):

@@ -166,7 +166,7 @@ def test_several_processes_do_not_look_at_lines(monkeypatch):
     """Each joins the same operands in the same order, though their lines may differ."""
     before = jax.make_jaxpr(lambda t: jax.tree.map(psum, t), axis_env=[("i", RANKS)])(TREE).jaxpr
     lower = pipeline.rule(lambda ctx, jaxpr: [jaxpr])
-    ctx = types.SimpleNamespace(module_context=types.SimpleNamespace(cached_primitive_lowerings={}))
+    ctx = types.SimpleNamespace(traceback=None, module_context=types.SimpleNamespace(cached_primitive_lowerings={}))
     monkeypatch.setattr(program_id, "note_body", lambda *args: None)
     for processes, num_equations in ((1, 2), (2, 5)):
         monkeypatch.setattr(jax, "process_count", lambda count=processes: count)

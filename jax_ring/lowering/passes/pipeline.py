@@ -14,6 +14,7 @@ from jax_ring.lowering.passes import (
     donation,
     exit_barrier,
     fold_casts,
+    inherited_lines,
     merge_equations,
     program_id,
     source_lines,
@@ -22,7 +23,7 @@ from jax_ring.lowering.state import state_of
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
-    jaxpr = params["jaxpr"]
+    jaxpr = inherited_lines.inherit(params["jaxpr"], ctx.traceback)
     if jax.process_count() > 1:
         program_id.note_body(ctx, jaxpr)  # before its calls are lowered
     else:
