@@ -186,7 +186,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr):
+        for inner in _jaxprs_of(eqn, _platform(inner_context and inner_context.mesh)):
             if _compat.is_jaxpr(inner):
                 body = inherit(inner, eqn.source_info.traceback) if is_shard_map else inner
                 yield from _walk(_as_jaxpr(body), inner_context, _times_within(eqn, times), predictor)
@@ -214,8 +214,19 @@ def _as_jaxpr(jaxpr) -> core.Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def _jaxprs_of(eqn: core.JaxprEqn, platform: str) -> list:
+    """What an equation runs on a platform, among other parameters."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return [eqn.params["jaxprs"].solve]  # the others are for derivatives
+    if platforms := _compat.platforms_of_branches(eqn.params):
+        branches = zip(platforms, eqn.params["branches"], strict=True)
+        return [branch for names, branch in branches if platform in (names or [platform])][:1]
+    return jax.tree.leaves(list(eqn.params.values()), is_leaf=_compat.is_jaxpr)
+
+
 def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
-    if eqn.primitive.name in ("while", "cond") or times is None:
+    is_unknown = eqn.primitive.name in ("while", "cond") and not _compat.platforms_of_branches(eqn.params)
+    if is_unknown or times is None:
         return None
     return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
 

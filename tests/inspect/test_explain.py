@@ -117,6 +117,21 @@ def test_loops_and_branches():
     assert "at least 224 predicted, at least 224 counted" in str(found)
 
 
+def test_only_what_runs_is_listed():
+    """The solve of a linear solver, and the branch of the platform."""
+
+    def body(x):
+        solve = lambda matvec, b: ring_psum(b, "i") / 24  # noqa: E731
+        x = lax.custom_linear_solve(lambda v: 3 * ring_psum(v, "i"), x, solve, solve)
+        other = {"cuda": lambda v: ring_psum(v * v, "i"), "default": lambda v: v}
+        x = lax.platform_dependent(x, cpu=lambda v: lax.pmax(v, "i"), **other)
+        return lax.platform_dependent(x, cuda=other["cuda"], default=lambda v: lax.pmin(v, "i"))
+
+    found = explained(body)
+    assert [(call.name, call.times) for call in found.collectives] == [("ring_psum", 1), ("pmax", 1), ("pmin", 1)]
+    assert found.predicted_bytes == found.counted_bytes
+
+
 def test_collectives_that_are_a_whole_function_have_the_line_of_its_use():
     psum = partial(ring_psum, axis_name="i")
 
