@@ -84,6 +84,7 @@ SHARED_GPU_VARIABLE = "JAX_RING_SHARED_GPU"
 MULTICAST_VARIABLE = "JAX_RING_MULTICAST"  # read by the CUDA engine
 ISA_VARIABLE = "JAX_RING_ISA"
 RECORDER_VARIABLE = "JAX_RING_RECORDER"
+_MAX_SECONDS = 2.0**31 - 1  # XLA's limit has 32 bits; 68 years
 
 
 def timeout_from(text: str) -> float:
@@ -101,7 +102,7 @@ def timeout_from(text: str) -> float:
             f"{TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}. "
             "Unset it for the default of 60, or use a large number to wait longer."
         )
-    return seconds
+    return min(seconds, _MAX_SECONDS)
 
 
 def flag_from(variable: str, text: str, meaning: str) -> bool:

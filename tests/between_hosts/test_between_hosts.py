@@ -104,25 +104,26 @@ _INITIALIZE = "jax.distributed.initialize(**__import__('watched').distributed)\n
 
 
 @pytest.mark.parametrize(
-    ("imported_first", "flags", "expected"),
+    ("imported_first", "seconds", "flags", "expected"),
     [
-        (True, "--xla_cpu_collective_timeout_seconds=77", "--xla_cpu_collective_timeout_seconds=77"),
-        (True, "", "--xla_cpu_collective_timeout_seconds=2"),
+        (True, "1.5", "--xla_cpu_collective_timeout_seconds=77", "--xla_cpu_collective_timeout_seconds=77"),
+        (True, "1e100", "", "--xla_cpu_collective_timeout_seconds=2147483647"),  # the largest that XLA takes
         (
             False,
+            "1.5",
             "--xla_force_host_platform_device_count=3",
             "--xla_force_host_platform_device_count=3 --xla_cpu_collective_timeout_seconds=2",
         ),
     ],
     ids=["the user's", "imported before", "imported after"],
 )
-def test_xla_gets_the_deadline_unless_the_user_has_set_a_limit(imported_first, flags, expected):
+def test_xla_gets_the_deadline_unless_the_user_has_set_a_limit(imported_first, seconds, flags, expected):
     lines = ["import jax_ring\n", _INITIALIZE]
     with Processes(
         f"import jax, os\n{''.join(lines if imported_first else lines[::-1])}jax.devices()\n"
         "from jax_ring.distributed import xla_timeouts\n"
         "print('flags', os.environ['XLA_FLAGS'], xla_timeouts._state.xla_limit)",
-        1, distributed=None, environment={"JAX_RING_TIMEOUT_S": "1.5", "XLA_FLAGS": flags},
+        1, distributed=None, environment={"JAX_RING_TIMEOUT_S": seconds, "XLA_FLAGS": flags},
     ) as program:  # fmt: skip
         (result,) = program.wait()
     assert result.returncode == 0, as_text([result])
