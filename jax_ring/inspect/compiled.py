@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jax_ring.inspect.wire_bytes import wire_bytes
+from jax_ring.inspect.wire_bytes import num_moved, wire_bytes
 from jax_ring.lowering import trees
 from jax_ring.lowering.tuning import Thresholds
 
@@ -26,6 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.+?) (?P<opcode>
 _ARRAY = re.compile(r"\b([a-z]+(?:\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(condition|body|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OPERAND = re.compile(r"operand_layout_constraints=\{u32\[\], (\w+)\[([\d,]+)\]")
 _SITE = re.compile(r'\bsite = "([^"]*)"')
@@ -147,6 +148,11 @@ def _instruction(
     if kind == "all_reduce" and (thresholds := _thresholds(rest)):
         message = joined_bytes(call_sites, num_bytes)
         chosen = tuple(each.choose(message) for each in thresholds)
+    messages = trees.mean_terms(along)
+    if sources := _integers("sources", rest):
+        messages = num_moved(((source, rank) for rank, source in enumerate(sources) if source >= 0), len(sources))
+    elif pairs := _PAIRS.search(rest):
+        messages = num_moved(re.findall(r"(\d+),(\d+)", pairs[1]), num_ranks)
     algorithm = named[1] if (named := re.search(r'\balgorithm = "(\w+)"', rest)) else "auto"
     instruction = Instruction(
         name=target[1] if target else opcode,
@@ -154,7 +160,7 @@ def _instruction(
         num_bytes=num_bytes,
         group_sizes=sizes,
         times=times,
-        wire_bytes=wire_bytes(kind, num_bytes, sizes, chosen or algorithm, trees.mean_terms(along)),
+        wire_bytes=wire_bytes(kind, num_bytes, sizes, chosen or algorithm, messages),
         call_sites=call_sites,
     )
     return instruction, chosen
@@ -187,7 +193,7 @@ def _thresholds(attributes: str) -> list[Thresholds]:
 
 
 def _integers(name: str, attributes: str) -> list[int]:
-    match = re.search(rf"\b{name} = dense<\[?([\d, ]+)\]?> : tensor<(\d+)x", attributes)
+    match = re.search(rf"\b{name} = dense<\[?([-\d, ]+)\]?> : tensor<(\d+)x", attributes)
     if match is None:
         return []
     numbers = [int(n) for n in match[1].split(",")]

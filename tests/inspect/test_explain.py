@@ -235,6 +235,19 @@ def test_the_family(name, check_vma):
     assert call.wire_bytes == volume * 7 / 8 * (2 if name in ("psum", "pmax", "pmin") else 1)
 
 
+def test_only_pairs_of_a_permutation_send():
+    def body(x):
+        x = jax_ring.ring_ppermute(x, "j", [(0, 1), (2, 2)])
+        x = jax_ring.ring_ppermute(x, "j", [(k, k) for k in range(4)]) * 2
+        return lax.ppermute(x, ("i", "j"), [(0, 1), (2, 2), (7, 0)])
+
+    spec = P(("i", "j"))
+    found = explained(body, mesh=make_mesh((2, 4), ("i", "j")), in_specs=spec, out_specs=spec)
+    # One rank of four sends its 8 bytes, then none, then two of eight.
+    assert [call.wire_bytes for call in found.collectives] == [2, 0, 2]
+    assert found.predicted_bytes == found.counted_bytes == 4
+
+
 def test_mesh_of_the_context():
     mapped = jax.shard_map(lambda x: ring_psum(x, "i"), in_specs=P("i"), out_specs=P())
     with jax.set_mesh(MESH):
