@@ -3,6 +3,8 @@
 import atexit
 import functools
 import itertools
+import math
+import numbers
 import queue
 import threading
 import types
@@ -56,10 +58,11 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
 
     Raises:
       TypeError: if `step` is no function.
-      ValueError: if `seconds` is not positive, or `on_stuck` is no choice.
+      ValueError: if `seconds` is no positive number, or infinite, or `on_stuck` is no choice.
     """
-    if not seconds > 0:
-        raise ValueError(f"watch: seconds must be positive, got {seconds}")
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < math.inf):
+        raise ValueError(f"watch: seconds must be a positive number, got {seconds!r}")
     check_choice("watch", "on_stuck", on_stuck, get_args(OnStuck))
     if step is None:
         return lambda step: watch(step, seconds=seconds, on_stuck=on_stuck)

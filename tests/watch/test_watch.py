@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import re
 import time
 
@@ -90,7 +91,10 @@ def test_compilations_are_noted():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"seconds": 0}, ValueError, "seconds must be positive, got 0"),
+        *[
+            ({"seconds": seconds}, ValueError, f"watch: seconds must be a positive number, got {seconds!r}")
+            for seconds in (0, math.inf, math.nan, "60", None, True)
+        ],
         ({"on_stuck": "raise"}, ValueError, "on_stuck"),
         ({"step": 3}, TypeError, "step must be a function, got int"),
     ],

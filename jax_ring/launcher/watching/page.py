@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 NAME = "jax_ring_steps"  # names the file
 STACKS_SIGNAL = signal.SIGRTMAX - 7  # one that programs have no use for
 VARIABLE = "JAX_RING_STEPS"  # the file's descriptor in the process, and the process that has taken it
+_MAX_SECONDS = 1e9  # of a limit, as nanoseconds in a word
 RECENT = 112  # steps whose times are kept
 
 STEPS, EXECUTIONS = 1, 2  # what a process counts; 0 for nothing
@@ -111,7 +112,7 @@ class Page:
         words = self._words
         if words[_KIND] == EXECUTIONS != counts:
             words[_KIND] = words[_BASE] = words[_STARTED] = words[_RETURNED] = words[_COMPLETED] = 0
-        given = round(limit * 1e9)
+        given = round(min(limit, _MAX_SECONDS) * 1e9)
         words[_LIMIT] = min(given, words[_LIMIT] or given)
         words[_ENDS_JOB] = words[_ENDS_JOB] or ends_job
         names = self._texts["names"]
