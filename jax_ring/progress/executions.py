@@ -63,11 +63,13 @@ def _launched(number: int | None, results: Any) -> None:
 
 def _complete(page) -> None:
     while not _end.wait(_LOOK_SECONDS):
-        if _newest:
+        try:
             number, leaves = _newest.pop()
-            arrays = outputs.arrays_of(leaves)
-            left = [array for array in arrays if not array.is_deleted()]
-            # All are ready at the same time, and so are earlier ones. If all are donated, a later execution tells.
-            if (left or not arrays) and outputs.wait(left[:1]) and page.counts_executions:
-                page.complete(number)
-            del leaves, arrays, left
+        except IndexError:  # none since, or dropped at this moment
+            continue
+        arrays = outputs.arrays_of(leaves)
+        left = [array for array in arrays if not array.is_deleted()]
+        # All are ready at the same time, and so are earlier ones. If all are donated, a later execution tells.
+        if (left or not arrays) and outputs.wait(left[:1]) and page.counts_executions:
+            page.complete(number)
+        del leaves, arrays, left
