@@ -23,6 +23,7 @@ _EXIT_SECONDS, _LEAVE_SECONDS = 10.0, 1.0
 # Steps of all watched functions have one sequence, which processes compare.
 _numbers = itertools.count(1)
 _started: queue.SimpleQueue = queue.SimpleQueue()  # steps for the thread
+_open: dict[int, bool] = {}  # steps that the thread has not been through, and whether their functions have returned
 _thread: threading.Thread | None = None
 
 
@@ -41,10 +42,11 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
     thread waits for an output. A call while JAX traces is not watched.
 
     Once a process has begun a step, all have to complete it within `seconds`, in which neither compilations nor time
-    between steps count, or one that is behind has to complete another one. Otherwise the launcher writes one report
-    (docs/processes.md): who is behind and in which step; whether in Python, with the stacks of its threads, or in the
-    device's program, with the last call of jax_ring; and how long the last hundred steps took where. All processes call
-    watched functions equally often. Without the launcher a process reports its own steps to standard error.
+    between steps count, or one that is behind has to complete another one. A step is complete only once those that
+    began before it are, such as one that calls it. Otherwise the launcher writes one report (docs/processes.md): who
+    is behind and in which step; whether in Python, with the stacks of its threads, or in the device's program, with
+    the last call of jax_ring; and how long the last hundred steps took where. All processes call watched functions
+    equally often. Without the launcher a process reports its own steps to standard error.
 
     Args:
       step: a function of arrays, jitted or not. Of one that is not jitted all outputs are waited for.
@@ -89,10 +91,13 @@ class Watched:
             return self._step(*args, **kwargs)
         number = next(_numbers)
         page, one, results = self._page, self._representative, None
+        _open[number] = False
         page.start(number, self._function)
         try:
             results = self._step(*args, **kwargs)
-            page.returned(number)
+            _open[number] = True
+            if all(list(_open.values())):
+                page.returned(number)
             return results
         finally:  # also after an exception, which ends the step
             # Another function may run several programs.
@@ -120,14 +125,19 @@ def _start_thread() -> None:
 
 
 def _complete(page) -> None:
+    last = 0
     while (entry := _started.get()) is not None:
         if isinstance(entry, threading.Event):
             entry.set()
             continue
         number, one, arrays = entry
         # What has become of a step whose outputs were donated shows by the next.
-        if outputs.wait(arrays):
-            page.complete(number)
+        is_known = outputs.wait(arrays)
+        _open.pop(number, None)
+        if is_known:
+            last = max(last, number)
+            # One that began before may not be over: the caller of this one, or another thread's.
+            page.complete(number, min([last, *[each - 1 for each in list(_open)]]))
         elif one is not None:
             one.note_deleted()
         del entry, arrays  # they keep memory, and the backend
@@ -140,6 +150,7 @@ def _drop() -> None:
             _started.get_nowait()
     except queue.Empty:
         pass
+    _open.clear()
     # It may still wait for an array, which keeps the backend. A program that hangs does not end.
     is_idle = threading.Event()
     _started.put(is_idle)

@@ -4,6 +4,7 @@ import functools
 import gc
 import math
 import re
+import threading
 import time
 
 import jax
@@ -71,6 +72,30 @@ def test_an_exception_ends_a_step():
     with pytest.raises(ValueError, match="bad batch"):
         step(1)
     completed_after(1, before)
+
+
+def test_a_step_is_complete_once_those_before_are():
+    """In two threads the later one may be over first."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    @jax_ring.watch
+    def step(waits):
+        if waits:
+            begun.set()
+            go_on.wait()
+
+    before = notes.page().read()
+    thread = threading.Thread(target=step, args=(True,))
+    thread.start()
+    begun.wait()
+    step(False)
+    until = time.monotonic() + 60
+    while not (now := notes.page().read()).recent[before.started + 2].completed:
+        assert time.monotonic() < until
+    assert (now.returned, now.completed) == (before.returned, before.started)
+    go_on.set()
+    completed_after(2, now)
+    thread.join()
 
 
 def test_compilations_are_noted():
@@ -182,6 +207,11 @@ def blocks(x):
 def on_device(x):
     return jax.pure_callback(blocks, jax.ShapeDtypeStruct((), np.float32), x)
 
+@jax_ring.watch(seconds=0.4)
+def calls_another(x):
+    in_python(0)
+    time.sleep(x)
+
 on_device(np.float32(0)).block_until_ready()
 {calls}
 print("goes on")
@@ -190,14 +220,17 @@ print("goes on")
 
 def test_a_step_that_hangs():
     """Without a launcher a process reports its own, and goes on, or ends."""
-    calls = "in_python(2.0)\non_device(np.float32(2)).block_until_ready()\nin_python(0)"
+    calls = "in_python(2.0)\non_device(np.float32(2)).block_until_ready()\nin_python(0)\ncalls_another(2.0)"
     result = run_python(HANGS.format(on_stuck="report", calls=calls))
     assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr
-    first, second = re.split(r"(?=jax_ring: rank)", result.stderr)[-2:]
+    first, second, third = re.split(r"(?=jax_ring: rank)", result.stderr)[-3:]
     assert "rank 0 has not completed step 2 (in_python) within 0.4 s (jax_ring.watch)" in first
     assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in in_python\n", first, re.DOTALL), first
     assert "rank 0 has not completed step 3 (on_device) within 0.4 s" in second
     assert re.search(r"process 0 \(pid \d+\): in a callback of the device's program; .* in blocks\n", second, re.DOTALL)
+    # The watched function that it calls is done.
+    assert "rank 0 has not completed step 5 (calls_another) within 0.4 s" in third
+    assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in calls_another\n", third, re.DOTALL), third
     result = run_python(HANGS.format(on_stuck="end", calls="in_python(60)"))
     assert (result.returncode, result.stdout) == (1, ""), result.stderr
     assert "rank 0 has not completed step 2 (in_python)" in result.stderr

@@ -147,7 +147,8 @@ class Page:
     def returned(self, step: int) -> None:
         self._words[_RETURNED] = step
 
-    def complete(self, step: int) -> None:
+    def complete(self, step: int, all_until: int | None = None) -> None:
+        """Notes a step's end. all_until: the last one before which none is left; by default this one."""
         words = self._words
         if step <= words[_COMPLETED]:  # of an earlier generation
             return
@@ -156,7 +157,7 @@ class Page:
         if words[at] == step:
             words[at + 2] = now
         words[_COMPLETED_AT] = now
-        words[_COMPLETED] = step
+        words[_COMPLETED] = max(words[_COMPLETED], step if all_until is None else all_until)
 
     def compile(self, what: str | None) -> None:
         """Notes what is traced or compiled from now on; None for nothing."""
