@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jax_ring.launcher.watching.comparison import Comparison, Verdict
-from jax_ring.launcher.watching.page import EXECUTIONS, RECENT, STEPS, VARIABLE, Notes, Page
+from jax_ring.launcher.watching.page import EXECUTIONS, RECENT, SIZE, STEPS, VARIABLE, Notes, Page
 
 LIMIT = 3.0
 
@@ -110,6 +110,11 @@ def test_a_page(page):
     assert notes.recent[199].function == 1
     assert notes.recent[199].completed >= notes.recent[199].started > 0 == notes.recent[200].completed
     page.compile(None)
+    # Names that do not fit are cut.
+    assert page.begin(STEPS, 60.0, False, "é" * SIZE) == 2
+    assert page.begin(STEPS, 60.0, False, "é" * SIZE) == 2
+    train, evaluate, long = same.read().names
+    assert (train[:5], evaluate[:4], set(long)) == ("train", "eval", {"é"})
     page.enter(3)
     page.complete(200)  # too late
     assert same.read()[3:7] == (3, 0, 0, 0)

@@ -170,7 +170,11 @@ class Page:
         words[_COMPILING_SINCE] = time.monotonic_ns()
 
     def _write_texts(self) -> None:
-        data = json.dumps(self._texts).encode()[: SIZE - _TEXT_AT - 1]
+        texts, longest, room = self._texts, SIZE, SIZE - _TEXT_AT - 1
+        while len(data := json.dumps(texts).encode()) > room and longest:
+            longest //= 2
+            names = [name[:longest] for name in self._texts["names"]]
+            texts = {"names": names, "compiling": self._texts["compiling"][:longest]}
         self._memory[_TEXT_AT : _TEXT_AT + len(data) + 1] = data + b"\0"
 
     # What both call:
@@ -184,7 +188,7 @@ class Page:
                 recent[step] = Times(*words[at + 1 : at + _EACH])
         try:
             texts = json.loads(self._memory[_TEXT_AT:].partition(b"\0")[0] or "{}")
-        except ValueError:  # it is being written, or too long
+        except ValueError:  # it is being written, or has thousands of names
             texts = {}
         return Notes(
             words[_KIND], words[_LIMIT] / 1e9, bool(words[_ENDS_JOB]), words[_GENERATION], words[_STARTED] - base,
