@@ -123,8 +123,8 @@ class Attempt:
                     return await self._stop(signum)
                 case events.RemoteStop(signum, grace, why):
                     return await self._terminate(signum, grace, why)
-                case events.RemotePending() if self._leaving is not None:
-                    self._leaving.change_pending(self._running())
+                case events.RemotePending(is_pending) if self._leaving is not None:
+                    self._leaving.change_pending(is_pending, self._running())
                 case events.RemoteLeft(why):
                     if not self._failures:
                         self._failures.add(-1, Failure("generation", NO_RANK, f"{self._plan.restart} has ended: {why}"))

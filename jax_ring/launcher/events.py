@@ -89,7 +89,9 @@ class RemoteBegin(NamedTuple):
 
 
 class RemotePending(NamedTuple):
-    """Other hosts are to take part: the processes leave at their next commit."""
+    """Whether other hosts are to take part: the processes leave at their next commit then."""
+
+    is_pending: bool
 
 
 class RemoteLeft(NamedTuple):

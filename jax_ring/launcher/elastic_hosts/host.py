@@ -151,7 +151,7 @@ class ElasticHost(Job):
                 if group is None:
                     return None
                 self._restarts = self._leader.restarts
-                if group.hosts == before and not self._leader.has_lost:
+                if group.hosts == before and not self._leader.has_changed:
                     if not self.take_restart():
                         reason = str(failure or "the processes have left; no restarts are left (--max-restarts)")
                         self._output.log(f"failed: {reason}")

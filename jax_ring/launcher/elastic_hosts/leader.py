@@ -30,7 +30,7 @@ class Leader(Leads[str]):
     guests: other hosts that have come, by id, in the order in which they have.
     group: that runs.
     restarts: used up by the job so far.
-    has_lost: whether a host has been lost since the group was started.
+    has_changed: whether a host has been lost since the group was started, or its processes have left for a change.
     min_processes: that the job needs.
     """
 
@@ -42,12 +42,12 @@ class Leader(Leads[str]):
         self.guests: dict[str, Guest] = {}
         self.group: Group | None = None
         self.restarts = 0
-        self.has_lost = False
+        self.has_changed = False
         self.min_processes = 1
         self._multiple_of: int | None = None
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None
-        self._is_change_pending = self._is_stopping = False
+        self._is_change_pending = self._has_told_change = self._is_stopping = False
 
     def _links(self) -> dict[str, Link]:
         return {host: guest.link for host, guest in self.guests.items()}
@@ -117,9 +117,11 @@ class Leader(Leads[str]):
             return  # it has connected again
         del self.guests[host]
         self._evidence.lost(host, guest.link.heard, guest.link.acknowledged)
-        if self.group is not None and host in self.group.ids and host not in self._stopped:
+        if self.group is None or host not in self.group.ids:
+            self._compare()
+        elif host not in self._stopped:
             silent = f"has been silent for {self._options.heartbeat_timeout:g} s (--heartbeat-timeout)"
-            self.has_lost = True
+            self.has_changed = True
             self._stopped.add(host)
             self._fail(
                 host, silent if guest.link.is_silent else "is gone: its launcher has ended, or cannot be reached"
@@ -184,7 +186,7 @@ class Leader(Leads[str]):
         """Starts an attempt on other hosts."""
         self.group, self._left = group, set()
         self._begin(group.number, {host: index for index, host in enumerate(group.ids) if host != self._own.id})
-        self._is_change_pending = self._is_stopping = self.has_lost = False
+        self._is_change_pending = self._has_told_change = self._is_stopping = self.has_changed = False
         for host in set(self.guests) & set(group.ids):
             start = {"group": group, "coordinator": coordinator, "restarts": self.restarts}
             self.guests[host].link.send({"start": start})
@@ -205,20 +207,26 @@ class Leader(Leads[str]):
             self._leave_timer = None
 
     def _compare(self) -> None:
-        """Has the processes leave at a commit if there would be other hosts."""
-        if self.group is None or self._is_change_pending or self.hosts() in ((), self.group.hosts):
+        """Has the processes leave at a commit if there would be other hosts, and stay if these go before any leaves."""
+        if self.group is None:
             return
-        self._is_change_pending = True
+        is_pending = self.hosts() not in ((), self.group.hosts)
+        have_left = self._left or self._leave_timer is not None
+        if is_pending == self._is_change_pending or (have_left and not is_pending):
+            return
+        self._is_change_pending = is_pending
+        self._has_told_change = True
         for host in self.group.ids:
             if host in self.guests:
-                self.guests[host].link.send({"pending": self.group.number})
-        self._queue.put_nowait(events.RemotePending())
+                self.guests[host].link.send({"pending": [self.group.number, is_pending]})
+        self._queue.put_nowait(events.RemotePending(is_pending))
 
     def _leaves(self, host: str, is_all: bool, reason: str) -> None:
         assert self.group is not None
         if is_all:
             self._left.add(host)
         if self._left >= set(self.group.ids):
+            self.has_changed |= self._has_told_change  # the hosts may have gone again
             self._queue.put_nowait(events.RemoteLeft(reason))
         elif self._leave_timer is None:
             loop = asyncio.get_running_loop()

@@ -42,9 +42,9 @@ class Leaving:
         except (ValueError, KeyError, TypeError) as error:
             answer({"error": str(error)})
 
-    def change_pending(self, running: Sequence[Process]) -> None:
-        """Has the processes leave at their next commit."""
-        self._is_change_pending = True
+    def change_pending(self, is_pending: bool, running: Sequence[Process]) -> None:
+        """Has the processes leave at their next commit, or no longer."""
+        self._is_change_pending = is_pending
         for process in running:
             self._tell(process)
 
@@ -84,4 +84,4 @@ class Leaving:
             )
 
     def _tell(self, process: Process) -> None:
-        self._server.tell(process.number, {"change_pending": True})
+        self._server.tell(process.number, {"change_pending": self._is_change_pending})

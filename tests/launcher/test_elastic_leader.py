@@ -1,0 +1,92 @@
+"""The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
+
+import asyncio
+
+import pytest
+
+from jax_ring.launcher import events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.elastic_hosts.evidence import Evidence
+from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
+from jax_ring.launcher.elastic_hosts.leader import Leader
+
+OPTIONS = Options((), nnodes=3, min_nodes=2, coordinators=(("a", 1),))
+
+
+class Link:
+    """A host's connection, whose messages a test gives; None ends it."""
+
+    def __init__(self):
+        self.sent, self.messages = [], asyncio.Queue()
+        self.heard = self.acknowledged = 0.0
+        self.is_silent = False
+        self.send, self.receive, self.abort = self.sent.append, self.messages.get, lambda: None
+
+
+class Job:
+    """A leader a with a group of a and b, which runs."""
+
+    def __init__(self):
+        self.queue = asyncio.Queue()
+        self.register = Register(at_the_beginning(["a:1"]))
+        self.leader = Leader(Host("a", "a:1", 1), OPTIONS, self.register, Evidence(20.0), self.queue)
+
+    async def comes(self, name, enlisted=None):
+        link = Link()
+        hello = {
+            "host": [name, f"{name}:1", 1], "node_rank": None, "gone": [], "restarts": 0, "enlisted": enlisted,
+            "started": self.register.started, "accepted": [], "options": [2, 3, OPTIONS.heartbeat_timeout],
+        }  # fmt: skip
+        link.serving = asyncio.create_task(self.leader.serve(link, hello))
+        await asyncio.sleep(0)
+        return link
+
+    async def goes(self, link):
+        link.messages.put_nowait(None)
+        await link.serving
+
+    async def begin(self):
+        member = await self.comes("b")
+        group = Group(1, self.leader.hosts())
+        self.register.learn(group, [])
+        self.leader.begin(group, "a:2")
+        member.sent.clear()
+        return member
+
+    def events(self):
+        found = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        return [event for event in found if not isinstance(event, events.RemoteChanged)]
+
+
+def test_a_host_that_goes_away_again_changes_nothing():
+    async def run():
+        job = Job()
+        member = await job.begin()
+        await job.goes(await job.comes("c"))
+        assert member.sent == [{"pending": [1, True]}, {"pending": [1, False]}]
+        assert job.events() == [events.RemotePending(True), events.RemotePending(False)]
+        assert not job.leader.has_changed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
+    """Also where that host has gone again: what some processes do the others have to."""
+
+    async def run():
+        job = Job()
+        member = await job.begin()
+        other = await job.comes("c") if comes else None
+        job.leader.tell_left(True, "rank 0 has left")
+        if other:
+            await job.goes(other)
+        assert member.sent == comes * [{"pending": [1, True]}]
+        member.messages.put_nowait({"left": [True, "rank 1 has left"], "attempt": 1})
+        await asyncio.sleep(0)
+        job.leader.ended()
+        assert job.events()[-1] == events.RemoteLeft("rank 1 has left")
+        assert job.leader.hosts() == job.register.started.hosts
+        assert job.leader.has_changed == comes
+
+    asyncio.run(run())
