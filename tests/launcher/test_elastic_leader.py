@@ -1,6 +1,7 @@
 """The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
 
 import asyncio
+import types
 
 import pytest
 
@@ -8,7 +9,9 @@ from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
+from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.elastic_hosts.leader import Leader
+from jax_ring.launcher.shared import Outcome
 
 OPTIONS = Options((), nnodes=3, min_nodes=2, coordinators=(("a", 1),))
 
@@ -90,3 +93,29 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
         assert job.leader.has_changed == comes
 
     asyncio.run(run())
+
+
+def alone(monkeypatch, **options):
+    """The launcher of one host, with what it says."""
+    host, said = ElasticHost(Options((), nnodes=2, min_nodes=1, coordinators=(("localhost", 1),), **options)), []
+    monkeypatch.setattr(host, "_output", types.SimpleNamespace(log=said.append), raising=False)
+    return host, said
+
+
+def test_enough_hosts_wait_for_more_as_long_as_they_may(monkeypatch):
+    host, said = alone(monkeypatch, node_timeout=0.0, join_timeout=0.05)
+    host._own = host._own._replace(address="localhost:1")
+
+    async def attempt(leader, group):
+        return Outcome(0)
+
+    monkeypatch.setattr(host, "_try_on_all", attempt)
+    assert asyncio.run(host._lead()) == Outcome(0), said
+
+
+def test_a_spare_has_time_to_find_the_next_leader(monkeypatch):
+    host, _ = alone(monkeypatch, node_timeout=10.0)
+    host._since -= 100
+    host._queue.put_nowait(events.RemoteStop(15, 0.0, "the launcher that leads has ended"))
+    assert asyncio.run(host._followed(types.SimpleNamespace(is_lost=True))) is None
+    assert host._left() > 5

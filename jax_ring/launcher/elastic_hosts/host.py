@@ -45,7 +45,7 @@ class ElasticHost(Job):
         self._server: asyncio.Server | None = None
         self._leader: Leader | None = None
         self._follower: Follower | None = None
-        self._since = time.monotonic()  # when this host last ran processes
+        self._since = time.monotonic()  # when there were last enough hosts
         self._since_time = time.strftime("%H:%M:%S")
 
     async def _attempts(self) -> Outcome:
@@ -147,7 +147,7 @@ class ElasticHost(Job):
         failure = None
         try:
             while True:
-                group = await self._unless_signalled(self._formed(self._leader), self._left())
+                group = await self._unless_signalled(self._formed(self._leader), None)
                 if group is None:
                     return None
                 self._restarts = self._leader.restarts
@@ -179,7 +179,11 @@ class ElasticHost(Job):
             self._leader = None
 
     async def _formed(self, leader: Leader) -> Group | None:
-        """Waits for enough hosts, and agrees with them on a group; None if another launcher is to lead."""
+        """Waits for enough hosts, and agrees with them on a group; None if another launcher is to lead.
+
+        Raises:
+          TimeoutError: if they are too few for too long.
+        """
         enough_since = asked = None
         while True:
             now = time.monotonic()
@@ -191,12 +195,15 @@ class ElasticHost(Job):
                     return None
             hosts = leader.hosts()
             if hosts and leader.is_enough(self._gone()):
+                self._note_enough()
                 enough_since = enough_since or now
                 waited = time.monotonic() - enough_since
                 if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts, self._regroup)):
                     return group
             else:
                 enough_since = None
+                if not self._left():
+                    raise TimeoutError
             await leader.next_change(_POLL_SECONDS)
 
     def _is_time(self, leader: Leader, hosts: tuple[Host, ...], waited: float) -> bool:
@@ -230,7 +237,7 @@ class ElasticHost(Job):
             finally:
                 leader.ended()
                 service.end()
-                self._note_end()
+                self._note_enough()
 
     def _plan(self, group: Group, coordinator: str) -> Plan:
         """This host's part of an attempt. A leader that is a spare has no processes."""
@@ -295,11 +302,12 @@ class ElasticHost(Job):
             match event:
                 case events.RemoteStop() if follower.is_lost:
                     self._output.log(event.reason)
+                    self._note_enough()
                     return None
                 case events.RemoteBegin(group, coordinator, restarts):
                     self._restarts = restarts
                     outcome = await self._watch(self._plan(group, coordinator), follower)
-                    self._note_end()
+                    self._note_enough()
                     if outcome.is_stopped or outcome.is_ended:
                         return outcome
                     if follower.is_lost:
@@ -332,7 +340,7 @@ class ElasticHost(Job):
         """How long this host may wait for others."""
         return max(0.0, self._since + self._options.node_timeout - time.monotonic())
 
-    def _note_end(self) -> None:
+    def _note_enough(self) -> None:
         self._since, self._since_time = time.monotonic(), time.strftime("%H:%M:%S")
 
     def _why_not(self) -> str:
