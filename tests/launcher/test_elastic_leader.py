@@ -95,6 +95,19 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
     asyncio.run(run())
 
 
+def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
+    async def run():
+        job = Job()
+        await job.comes("b", enlisted=[1, 2])
+        await job.comes("c")
+        assert [host.id for host in job.leader.hosts()] == ["a", "b"]
+        job.register.enlisted = None
+        await job.comes("c", enlisted=[4, None])
+        assert job.leader.hosts() == ()
+
+    asyncio.run(run())
+
+
 def alone(monkeypatch, **options):
     """The launcher of one host, with what it says."""
     host, said = ElasticHost(Options((), nnodes=2, min_nodes=1, coordinators=(("localhost", 1),), **options)), []

@@ -71,4 +71,5 @@ class Follower(Led):
         self._tell("left", [is_all, reason])
 
     def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
+        self._register.enlisted = min_processes, multiple_of  # for the leader after this one
         self._tell("enlisted", [min_processes, multiple_of])

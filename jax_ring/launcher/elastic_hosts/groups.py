@@ -72,11 +72,14 @@ class Register:
     Attributes:
       started: the last group that it knows to have started.
       accepted: later ones, of which it does not know whether they have started.
+      enlisted: the fewest processes that the job needs, and a multiple of their number or None for any; None if no
+        process has told yet.
     """
 
     def __init__(self, beginning: Group) -> None:
         self.started = beginning
         self.accepted: tuple[Group, ...] = ()
+        self.enlisted: tuple[int, int | None] | None = None
 
     def learn(self, started: Group, accepted: Collection[Group]) -> None:
         """Adds what another launcher has agreed to."""

@@ -266,6 +266,7 @@ class ElasticHost(Job):
         hello = {
             "host": self._own, "node_rank": options.node_rank, "gone": self._gone(), "restarts": self._restarts,
             "started": self._register.started, "accepted": self._register.accepted,
+            "enlisted": self._register.enlisted,
             "options": [options.min_nodes, options.nnodes, self._silence],
         }  # fmt: skip
         link.send(hello)
@@ -351,7 +352,7 @@ class ElasticHost(Job):
         last, options = self._register.started, self._options
         missing = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in ids]
         of_what = f"hosts of generation {last.number - 1}" if last.number else "hosts of --coordinator"
-        least = self._leader.min_processes if self._leader else 1
+        least, _ = self._register.enlisted or (1, None)
         processes = f" with {least} processes (min_processes)" if least > 1 else ""
         return (
             f"too few hosts for {options.node_timeout:g} s (--node-timeout), since {self._since_time}: "

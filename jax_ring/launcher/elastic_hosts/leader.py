@@ -31,7 +31,6 @@ class Leader(Leads[str]):
     group: that runs.
     restarts: used up by the job so far.
     has_changed: whether a host has been lost since the group was started, or its processes have left for a change.
-    min_processes: that the job needs.
     """
 
     def __init__(
@@ -43,8 +42,6 @@ class Leader(Leads[str]):
         self.group: Group | None = None
         self.restarts = 0
         self.has_changed = False
-        self.min_processes = 1
-        self._multiple_of: int | None = None
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None
         self._is_change_pending = self._has_told_change = self._is_stopping = False
@@ -69,6 +66,7 @@ class Leader(Leads[str]):
             Group.of_message(hello["started"]), [Group.of_message(group) for group in hello["accepted"]]
         )
         self.restarts = max(self.restarts, hello["restarts"])
+        self._register.enlisted = self._register.enlisted or hello["enlisted"]
         link.send({"welcome": self._own.id})
         self._compare()
         self._notify()
@@ -153,8 +151,9 @@ class Leader(Leads[str]):
         """Those of the next group; none if they are fewer than MIN."""
         every = [(self._options.node_rank, self._own), *((g.node_rank, g.host) for g in self.guests.values())]
         every.sort(key=lambda each: self._options.nnodes if each[0] is None else each[0])
-        hosts = chosen(self._register.started, [host for _, host in every], self._options.nnodes, self._multiple_of)
-        is_enough = sum(host.processes for host in hosts) >= self.min_processes
+        min_processes, multiple_of = self._register.enlisted or (1, None)
+        hosts = chosen(self._register.started, [host for _, host in every], self._options.nnodes, multiple_of)
+        is_enough = sum(host.processes for host in hosts) >= min_processes
         return hosts if is_enough and len(hosts) >= self._options.min_nodes else ()
 
     async def agree(self, hosts: tuple[Host, ...], seconds: float) -> Group | None:
@@ -245,5 +244,5 @@ class Leader(Leads[str]):
         self._leaves(self._own.id, is_all, reason)
 
     def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
-        self.min_processes, self._multiple_of = min_processes, multiple_of
+        self._register.enlisted = min_processes, multiple_of
         self._compare()
