@@ -77,7 +77,7 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                     "directory= and every=."
                 )
             control = _enlisted(min_processes, num_shards)
-            return _loop(train, state, control, args, kwargs)
+            return _loop(train, state, control, min_processes, num_shards, args, kwargs)
 
         return elastic_train
 
@@ -131,7 +131,10 @@ def _next_generation(state: State, control: Control, after: int, reason: str, ho
     return enter(control, after, reason, state._place, state._snapshots)
 
 
-def _loop(train: Callable, state: State, control: Control | None, args: tuple, kwargs: dict) -> Any:
+def _loop(
+    train: Callable, state: State, control: Control | None, min_processes: int, num_shards: int | None,
+    args: tuple, kwargs: dict,
+) -> Any:  # fmt: skip
     """Calls `train` once per generation until it returns or raises its own error."""
     fruitless = 0
     generation = _first_generation(state, control)
@@ -142,6 +145,12 @@ def _loop(train: Callable, state: State, control: Control | None, args: tuple, k
             at_entry = state.commits
             if newcomers:
                 fruitless = 0
+            # The launcher forms the first generation before the processes tell what they need.
+            if control is not None and (count < min_processes or (num_shards or 0) % jax.device_count()):
+                raise failures.Leave(
+                    f"{count} processes with {jax.device_count()} devices do not suit min_processes={min_processes}, "
+                    f"num_shards={num_shards}"
+                )
             return train(state, *args, **kwargs)
         except BaseException as error:
             reason = failures.why_left(error)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import jax_ring
 from jax_ring import elastic
-from jax_ring.elastic import failures
+from jax_ring.elastic import failures, loop
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,27 @@ def test_a_commit_is_a_copy():
     np.testing.assert_array_equal(kept["device"], [1, 1, 1])
     kept["host"][:] = 5
     np.testing.assert_array_equal(state._snapshots[-1].trees()["host"], [1, 1, 1])
+
+
+def test_a_generation_that_does_not_suit_is_left(monkeypatch):
+    """The first, which the launcher forms before it knows what the job needs."""
+    left = []
+
+    def next_generation(state, control, after, reason, how):
+        left.append(reason)
+        return types.SimpleNamespace(number=1, num_processes=4)
+
+    for name, value in {
+        "_enlisted": lambda *_: "a launcher",
+        "_first_generation": lambda *_: types.SimpleNamespace(number=0, num_processes=5),
+        "_next_generation": next_generation,
+    }.items():
+        monkeypatch.setattr(loop, name, value)
+    monkeypatch.setattr(jax, "device_count", lambda: 4 if left else 5)
+    monkeypatch.setattr(elastic.State, "_enter", lambda *_: 0)
+    train = elastic.run(num_shards=24)(lambda state: len(left))
+    assert train(elastic.State(step=0)) == 1
+    assert left == ["5 processes with 5 devices do not suit min_processes=1, num_shards=24"]
 
 
 def test_two_commits_are_kept():
