@@ -1,6 +1,7 @@
 """The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
 
 import asyncio
+import contextlib
 import types
 
 import pytest
@@ -132,3 +133,18 @@ def test_a_spare_has_time_to_find_the_next_leader(monkeypatch):
     host._queue.put_nowait(events.RemoteStop(15, 0.0, "the launcher that leads has ended"))
     assert asyncio.run(host._followed(types.SimpleNamespace(is_lost=True))) is None
     assert host._left() > 5
+
+
+def test_another_program_at_the_address_is_named(monkeypatch):
+    host, said = alone(monkeypatch)
+
+    async def run():
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        host._order = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(host._search(), 1)
+        server.close()
+        host._server.close()
+
+    asyncio.run(run())
+    assert said == [f"cannot listen at --coordinator {host._order[0]}: another program listens there"]

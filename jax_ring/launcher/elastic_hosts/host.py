@@ -1,7 +1,7 @@
 """The launcher of a host that comes and goes: it searches for one that leads and follows it, or leads itself."""
 
 import asyncio
-import contextlib
+import errno
 import secrets
 import time
 from collections.abc import Coroutine
@@ -66,25 +66,33 @@ class ElasticHost(Job):
 
     # ---- Others ------------------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        """Listens at the first address in the order that is this host's, or else at any port."""
+    async def _listen(self) -> set[str]:
+        """Listens at the first address in the order that is this host's, or else at any port.
+
+        Returns this host's addresses at which others listen.
+        """
+        taken: set[str] = set()
         if self._server is not None and self._own.address in self._order:
-            return
+            return taken
         server = None
         for address in self._order:
-            with contextlib.suppress(OSError):
-                host, port = asking.split(address)
+            host, port = asking.split(address)
+            try:
                 server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
-                if (why_not := environment.why_unreachable(server, host)) is not None:
-                    self._output.log(why_not)
-                break
+            except OSError as error:
+                taken |= {address} if error.errno == errno.EADDRINUSE else set()
+                continue
+            if (why_not := environment.why_unreachable(server, host)) is not None:
+                self._output.log(why_not)
+            break
         if server is None:
             if self._server is not None:
-                return
+                return taken
             server, address = await asyncio.start_server(self._serve, None, 0, limit=LINE_BYTES), ""
         if self._server is not None:
             self._server.close()
         self._server, self._own = server, self._own._replace(address=address)
+        return taken
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(reader, writer, self._silence)
@@ -124,12 +132,16 @@ class ElasticHost(Job):
 
     async def _search(self) -> str | None:
         """The address of the launcher that leads; None if this one is to."""
+        said: set[str] = set()
         while True:
-            await self._listen()
+            taken = await self._listen()
             found = await self._ask()
             if (leader := asking.best_leader(found, self._order)) is not None:
                 return leader
             answers = {address: each for address, each in found.items() if isinstance(each, Answer)}
+            for address in sorted(taken - {*answers} - said):
+                self._output.log(f"cannot listen at --coordinator {address}: another program listens there")
+                said.add(address)
             if self._own.address in self._order and all(each.state == asking.SEARCHES for each in answers.values()):
                 earlier = self._order[: self._order.index(self._own.address)]
                 if not set(earlier) & set(answers):
