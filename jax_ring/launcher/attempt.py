@@ -157,7 +157,8 @@ class Attempt:
         if self._elastic is not None and self._elastic.waits_for_replacements():
             return None
         if self._elastic is not None and self._elastic.has_finished():
-            return Outcome(0)
+            late = self._elastic.late
+            return Outcome(late.status, late) if late else Outcome(0)
         if self._failures:
             return self._outcome()
         if self._remote is not None:

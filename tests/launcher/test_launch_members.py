@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import socket
 
@@ -34,6 +35,10 @@ else:
 while True:
     here = f"{member.process_id} of {member.num_processes}"
     print("generation", member.generation, here, os.environ["JAX_RING_GENERATION"], flush=True)
+    if member.generation == 2 and os.environ.get("JAX_RING_JOIN"):
+        while os.path.exists("/proc/" + open(formed).read()):
+            time.sleep(0.01)
+        sys.exit(5)
     if member.generation == 2:
         sys.exit()
     if number == 1:
@@ -43,7 +48,8 @@ while True:
         member = launcher.next_generation(0, "rank 1 does not answer")
         time.sleep(0.5)  # so that what follows may have arrived with the reply
         continue
-    open(formed, "w").close()
+    with open(formed, "a") as file:
+        file.write(str(os.getpid()) * (rank == "0"))
     while member.generation == 1 and not launcher.change_pending():
         time.sleep(0.01)
     if member.generation == 1:
@@ -53,8 +59,11 @@ while True:
 
 
 def test_a_stopped_member_is_replaced(script):
+    """By one that fails in the end, when others have finished."""
     status, out, err = run("-n", "3", "--max-restarts", "1", "--backoff", "0", script(MEMBER))
-    assert status == 0, err
+    assert status == 5, err
+    assert re.search(r"rank 1 \(pid \d+\) exited with status 5; others have finished", err), err
+    assert err.splitlines()[-1].endswith(" exited with status 5")
     assert out == [
         "[0] generation 0 0 of 3 0",
         "[0] generation 1 0 of 2 1",

@@ -48,6 +48,7 @@ class Elastic:
         self._answers: dict[int, Answer] = {}  # to processes that wait for a generation
         self._replacing = 0  # processes to start after a back-off
         self._has_finished = False  # whether a process has exited with status 0
+        self.late: Failure | None = None  # of a member, the first after that
         self._is_dismissed = False  # whether the remaining processes are being killed
         self._told = False  # whether the members know that a change is pending
         self._is_ticking = False
@@ -130,6 +131,8 @@ class Elastic:
         text = str(failure)
         if self._has_finished:
             self._log(f"{text}; others have finished, so that it is not replaced")
+            if self._membership is not None and process.number in self._membership.members:
+                self.late = self.late or failure
         elif self._shared.take_restart():
             wait = self._shared.backoff()
             self._log(f"{text}; the others go on, and another process starts in its place in {wait:g} s")
