@@ -194,10 +194,11 @@ class Attempt:
         text = str(failure)
         reported = self._failures.of(process.number)
         if reported is not None:
-            reported.status = failure.status
+            if process.number not in self._killed:
+                reported.status = failure.status
             failure = reported
         if self._elastic is not None:
-            self._failures.survived(process.number)
+            self._failures.survived({process.number, *(other.number for other in self._running())})
             self._failures.add(process.number, failure)
             return self._elastic.died(process, failure)
         return self._failed(process.number, failure, text)
@@ -226,6 +227,7 @@ class Attempt:
         waited = f"{failure}; it has not exited within {self._options.failure_grace:g} s"
         if self._elastic is not None:
             self._log(f"{waited}; killing it")
+            self._killed.add(number)
             process.send(signal.SIGKILL)
             return None
         assert failure is not None

@@ -1,6 +1,7 @@
 """What went wrong in a job, and whose fault it was."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from jax_ring.launcher.processes import describe_status
@@ -70,9 +71,9 @@ class Failures:
     def forget(self, process: int) -> None:
         self._of.pop(process, None)
 
-    def survived(self, process: int) -> None:
-        """The job has survived all failures but this process's."""
-        self._of = {key: failure for key, failure in self._of.items() if key == process}
+    def survived(self, but: Collection[int]) -> None:
+        """The job has survived all failures but those of these processes."""
+        self._of = {key: failure for key, failure in self._of.items() if key in but}
 
     def first(self) -> Failure | None:
         """The first failure by a process's own fault; without any, the first."""

@@ -121,18 +121,24 @@ except RuntimeError as error:
     assert err.splitlines()[-1].endswith("was killed by SIGKILL")
 
 
-def test_shared_memory_of_killed_processes_is_removed(script):
+def test_processes_that_are_killed_after_they_have_failed(script):
+    """Their exception is named, and their shared memory removed."""
     path = script(
         ELASTIC
         + """
+import atexit
+launcher.enlist(min_processes=1)
 name = f"/dev/shm/jax_ring-{control.memory_prefix()}{number}-left"
 open(name, "x").close()
 print(name, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+atexit.register(time.sleep, 60)
+raise KeyError("no such column")
 """
     )
-    _, (line,), _ = run("-n", "1", path)
-    assert not pathlib.Path(line.split()[-1]).exists()
+    status, out, err = run("-n", "2", "--failure-grace", "0.3", path)
+    assert status == 1, err
+    assert err.splitlines()[-1].endswith("raised KeyError: 'no such column'")
+    assert not any(pathlib.Path(line.split()[-1]).exists() for line in out)
 
 
 def test_a_stopped_member_that_nobody_else_misses_is_killed(script):
