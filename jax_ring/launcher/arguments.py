@@ -8,6 +8,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+_MOST_DEVICES = 4096  # their indices fit into a variable
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -168,8 +170,8 @@ def _add_seconds(parser: argparse.ArgumentParser, name: str, text: str) -> None:
 
 
 def _check_numbers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    if given.devices is not None and given.devices < 1:
-        parser.error(f"--devices must be at least 1, got {given.devices}")
+    if given.devices is not None and not 1 <= given.devices <= _MOST_DEVICES:
+        parser.error(f"--devices must be from 1 to {_MOST_DEVICES}, got {given.devices}")
     if given.max_restarts < 0:
         parser.error(f"--max-restarts must be at least 0, got {given.max_restarts}")
     for flag in ("grace", "failure_grace", "leave_timeout", "backoff", "node_timeout", "join_timeout"):

@@ -32,8 +32,11 @@ class LogFiles:
         if self._folder is None:
             return None, None
         folder = self._folder / f"restart-{restart}" if restart else self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        return self._open(folder / f"rank-{rank}.out"), self._open(folder / f"rank-{rank}.err")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return self._open(folder / f"rank-{rank}.out"), self._open(folder / f"rank-{rank}.err")
+        except OSError as error:
+            raise OSError(f"cannot write to --log-dir: {error}") from error
 
     def _open(self, path: pathlib.Path) -> int:
         # A process that replaces another of this rank appends.

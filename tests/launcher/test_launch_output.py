@@ -1,6 +1,7 @@
 """The launcher's output: a reader that blocks, one that is slow, progress bars, log files."""
 
 import os
+import pathlib
 import signal
 import subprocess
 
@@ -8,6 +9,7 @@ import pytest
 from launches import COMMAND, run
 
 from jax_ring.launcher import output
+from jax_ring.launcher.processes import LogFiles
 
 TIMEOUT_S = 60  # of what should take a second
 
@@ -133,6 +135,8 @@ def test_log_files(tmp_path):
         assert set(texts) == {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err"}
         assert "to out\n" in texts.values()
         assert "to err\n" in texts.values()
+    with pytest.raises(OSError, match=r"^cannot write to --log-dir: .*File exists"):
+        LogFiles(pathlib.Path(path)).of(0, 0)
 
 
 def test_log_files_are_closed_when_a_process_has_ended(tmp_path):
