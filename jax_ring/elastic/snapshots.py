@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ring.options import path_texts
+
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 
@@ -88,9 +90,22 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
-        """Copies a state to host memory, once it is computed."""
+        """Copies a state to host memory, once it is computed.
+
+        Raises:
+          TypeError: if Python cannot copy a leaf.
+        """
         leaves, structure = jax.tree.flatten(dict(trees))
-        copies = [_copied(leaf, process, num_processes) for leaf in leaves]
+        copies: list[Any] = []
+        for leaf in leaves:
+            try:
+                copies.append(_copied(leaf, process, num_processes))
+            except TypeError as error:
+                path = path_texts(dict(trees))[len(copies)]
+                raise TypeError(
+                    f"State: the leaf at {path}, a {type(leaf).__name__}, cannot be copied ({error}). Make "
+                    "what cannot be copied in train, an iterator of data from the step for example."
+                ) from error
         held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
         return cls(number, structure, copies, num_processes, held)
 

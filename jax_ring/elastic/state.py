@@ -111,6 +111,7 @@ class State:
 
         Raises:
           RuntimeError: outside a function of `run`, or if processes commit different states.
+          TypeError: if a leaf cannot be copied.
           jax.errors.JaxRuntimeError, ValueError: if a process has been lost. `run` handles it.
         """
         generation = self._generation

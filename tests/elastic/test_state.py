@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import types
 
 import jax
@@ -103,6 +104,12 @@ def test_a_commit_is_a_copy():
     np.testing.assert_array_equal(kept["device"], [1, 1, 1])
     kept["host"][:] = 5
     np.testing.assert_array_equal(state._snapshots[-1].trees()["host"], [1, 1, 1])
+
+
+def test_a_leaf_that_cannot_be_copied_is_named():
+    state = elastic.State(step=0, data={"train": threading.Lock()})
+    with pytest.raises(TypeError, match=r"State: the leaf at \['data'\]\['train'\], a lock, cannot be copied \("):
+        elastic.run()(lambda state: state.commit())(state)
 
 
 def test_a_generation_that_does_not_suit_is_left(monkeypatch):
