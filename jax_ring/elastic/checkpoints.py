@@ -56,6 +56,8 @@ class Checkpoints:
                 f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}"
             ) from error
         with self._manager() as manager:
+            if snapshot.number in manager.all_steps():  # made anew, because not all processes had made it
+                manager.delete(snapshot.number)
             manager.save(snapshot.number, args=_both(arrays, json.loads(described)), force=True)
             manager.wait_until_finished()
 

@@ -13,6 +13,8 @@ import pytest
 import jax_ring
 from jax_ring import elastic
 from jax_ring.elastic import failures, loop
+from jax_ring.elastic.checkpoints import Checkpoints
+from jax_ring.elastic.snapshots import Snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,13 @@ def test_checkpoints(tmp_path):
     np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(first.key))
     with pytest.raises(ValueError, match=r"of another state\. The leaves that only one of them has are \[\"\['more'\]"):
         train(new_state(more=1), 5)
+
+
+def test_a_commit_that_is_made_anew_replaces_the_one_on_disk(tmp_path):
+    """Process 0 had written it when another was lost that had not made it."""
+    for value in (1, 2):
+        Checkpoints(str(tmp_path)).write(Snapshot.of({"w": np.full(3, value)}, 8, 0, 1))
+    np.testing.assert_array_equal(Checkpoints(str(tmp_path)).newest({"w": np.zeros(3)}).leaves[0], [2, 2, 2])
 
 
 def test_checkpoints_without_elements(tmp_path):
