@@ -20,6 +20,7 @@ from jax_ring.launcher.protocol import (
     JOIN_VARIABLE,
     Control,
 )
+from jax_ring.options import check_function, integer
 from jax_ring.runtime import Departure
 
 logger = logging.getLogger("jax_ring")
@@ -54,15 +55,18 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
         fit take part; the others wait. None allows any number.
 
     Raises:
+      TypeError: if one of these is no integer, or `train` no function.
       ValueError: if `min_processes` or `num_shards` is not positive; by the call, if the job has fewer than
         `min_processes` processes.
     """
-    if min_processes < 1:
+    if (min_processes := integer("elastic.run", "min_processes", min_processes)) < 1:
         raise ValueError(f"elastic.run: min_processes must be at least 1, got {min_processes}")
-    if num_shards is not None and num_shards < 1:
+    if num_shards is not None and (num_shards := integer("elastic.run", "num_shards", num_shards)) < 1:
         raise ValueError(f"elastic.run: num_shards must be at least 1, got {num_shards}")
 
     def decorate(train: Callable) -> Callable:
+        check_function("elastic.run", "train", train)
+
         @functools.wraps(train)
         def elastic_train(state: State, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(state, State):

@@ -14,7 +14,7 @@ from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
 from jax_ring.elastic.spares import Place
-from jax_ring.options import check_choice
+from jax_ring.options import check_choice, integer
 
 # One process may have completed a commit in which another failed, but not the following commit.
 _KEPT = 2
@@ -47,6 +47,7 @@ class State:
     Raises:
       ValueError: if one of `directory` and `every` is given alone, if `every` is not positive, `keep` is not a choice,
         or a tree has the name of a method or a property.
+      TypeError: if `every` is no integer.
       ImportError: if orbax is not installed, with `directory`.
     """
 
@@ -59,7 +60,7 @@ class State:
                 f"State: directory and every go together, got directory={directory!r} and every={every!r}. With both, "
                 "every so many commits one is written to the directory."
             )
-        if every is not None and every < 1:
+        if every is not None and (every := integer("State", "every", every)) < 1:
             raise ValueError(f"State: every must be at least 1, got {every}")
         hidden = self.__dict__
         hidden["_names"] = tuple(trees)

@@ -42,6 +42,14 @@ def test_arguments_are_checked(tmp_path):
         elastic.run(min_processes=0)
     with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
         elastic.run(num_shards=0)
+    with pytest.raises(TypeError, match=r"elastic\.run: min_processes must be an integer, got '2'"):
+        elastic.run(min_processes="2")
+    with pytest.raises(TypeError, match=r"elastic\.run: num_shards must be an integer, got '24'"):
+        elastic.run(num_shards="24")
+    with pytest.raises(TypeError, match="State: every must be an integer, got '3'"):
+        elastic.State(directory=str(tmp_path), every="3", step=0)
+    with pytest.raises(TypeError, match=r"elastic\.run: train must be a function, got 2\.5"):
+        elastic.run()(2.5)
     with pytest.raises(TypeError, match=r"takes a jax_ring\.elastic\.State as its first argument, got dict"):
         elastic.run()(lambda state: None)({})
 
