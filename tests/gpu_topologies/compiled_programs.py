@@ -42,6 +42,11 @@ def calls_in(hlo: str) -> list[str]:
     return re.findall(r'custom_call_target="jax_ring_(\w+?)(?:_async)?"', hlo)
 
 
+def calls_in_place(hlo: str) -> list[str]:
+    """The targets of the custom calls that write into the buffer of an operand."""
+    return re.findall(r'custom_call_target="(jax_ring_\w+)"[^\n]* output_to_operand_aliasing=', hlo)
+
+
 def collectives_of_xla(hlo: str) -> list[tuple[str, list[str]]]:
     """Opcode and types of the results of XLA's collectives. An asynchronous one counts once."""
     opcodes = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|collective-broadcast"

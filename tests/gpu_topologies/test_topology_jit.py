@@ -5,7 +5,7 @@ import collections
 import jax
 import numpy as np
 import pytest
-from compiled_programs import ONE_HOST, TWO_HOSTS, calls_in, collectives_of_xla, optimized
+from compiled_programs import ONE_HOST, TWO_HOSTS, calls_in, calls_in_place, collectives_of_xla, optimized
 from partitioned_programs import (
     PROGRAMS,
     divided,
@@ -70,8 +70,9 @@ def test_kinds(mesh_of):
 def test_sums_run_beside_the_backward_pass(mesh_of, monkeypatch):
     monkeypatch.setattr(for_gpus, "COMBINE_THRESHOLD_BYTES", 1)
     mesh = mesh_of("1x1x8", (8, 1), AXES)
-    work = timeline(compiled(replicated, mesh))
-    ours = products_beside(work)
+    hlo = compiled(replicated, mesh)
+    assert set(calls_in_place(hlo)) <= {"jax_ring_all_reduce"}  # as in test_topology_overlap.py
+    ours = products_beside(timeline(hlo))
     theirs = products_beside(timeline(optimized(lowered(replicated, mesh))))
     assert sum(products > 0 for products in ours.values()) > 1
     assert sum(ours.values()) > sum(theirs.values())

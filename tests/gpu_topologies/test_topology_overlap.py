@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from command_buffers import Recorded, recorded
-from compiled_programs import ONE_HOST
+from compiled_programs import ONE_HOST, calls_in_place, optimized
 from jax import lax
 from jax.experimental import compute_on as compute_on_module
 from jax.sharding import PartitionSpec as P
@@ -248,6 +248,25 @@ def test_calls_of_one_stream_share_a_lane(mesh_of):
     # XLA records calls of the main stream alone.
     assert len(re.findall(r"@jax_ring_all_reduce_async\(", text)) == 4
     assert len(re.findall(r"@jax_ring_all_reduce\(", text)) == 2
+
+
+@pytest.mark.parametrize("automatic", [False, True], ids=["manual axes", "automatic axis"])
+def test_calls_beside_the_computation_have_buffers_of_their_own(mesh_of, automatic):
+    """XLA of JAX 0.12 lets a call on another stream overwrite an operand that is read beside it or afterwards."""
+    mesh = mesh_of("1x1x8", (2, 4), ("a", "i"))
+
+    def fun(x):
+        x = jnp.tanh(x)
+        sums = sync_gradients(x * 2, "i"), on_stream(lambda x: ring_psum(x * 3, "i"), "7")(x), ring_psum(x * 4, "i")
+        return jax.tree.map(lambda total: total - x, sums)
+
+    axes = {"i"} if automatic else {"a", "i"}
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)
+    hlo = optimized(
+        jax.jit(mapped).lower(jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P())))
+    )
+    assert len(re.findall('"jax_ring_all_reduce_async"', hlo)) == 2
+    assert calls_in_place(hlo) == ["jax_ring_all_reduce"]
 
 
 def test_too_many_streams(mesh_of):

@@ -190,8 +190,8 @@ class Computation:
         return self._put("opt-barrier", shape, [made], instruction, (), instead)
 
     def _aliased(self, instruction: Message, call: Collective) -> list[tuple[int, int]]:
-        """Pairs of operand and result in one buffer."""
-        if not call.kind.in_place:
+        """Pairs of operand and result in one buffer; see emitter.py for calls beside products."""
+        if not call.kind.in_place or instruction.integer(proto.ID) in self._beside:
             return []
         allowed = self._buffers.may_share if self._of.platform.has_layouts else self._buffers.is_computed
         return [(i, i) for i, id_ in enumerate(call.operand_ids) if allowed(instruction, i, id_)]
