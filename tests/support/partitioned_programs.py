@@ -86,7 +86,7 @@ def scanned(mesh):
 PROGRAMS = [replicated, divided, divided_columns, tensor_parallel, exchanged, scanned]
 
 # Fields of HloModuleProto, HloComputationProto, HloInstructionProto and OpSharding, and the type "manual".
-_COMPUTATIONS, _ENTRY, _INSTRUCTIONS, _COMPUTATION_ID, _SHARDING, _TYPE, _MANUAL = 3, 6, 2, 5, 40, 1, 4
+_COMPUTATIONS, _ENTRY, _ATTRIBUTES, _INSTRUCTIONS, _COMPUTATION_ID, _SHARDING, _TYPE, _MANUAL = 3, 6, 19, 2, 5, 40, 1, 4
 
 
 def parameters_of(program: bytes) -> list[Message]:
@@ -116,7 +116,7 @@ def run_on_cpu(program: bytes, arguments: list[jax.Array]) -> list[np.ndarray]:
 
 
 def _manual(program: bytes) -> bytes:
-    """The program with all arrays divided already, so that the partitioner leaves it as it is."""
+    """The program with all arrays divided already, so that the partitioner leaves it as it is, and so does the hook."""
     manual = wire.data(_SHARDING, Message([wire.integer(_TYPE, _MANUAL)]))
 
     def each(message: Message, number: int, change) -> Message:
@@ -130,4 +130,4 @@ def _manual(program: bytes) -> bytes:
         return Message([*(field for field in instruction.fields if field[0] != _SHARDING), manual])
 
     changed = each(Message.parse(program), _COMPUTATIONS, lambda body: each(body, _INSTRUCTIONS, divided_already))
-    return changed.to_bytes()
+    return Message(changed.without(_ATTRIBUTES)).to_bytes()
