@@ -5,7 +5,7 @@ import collections
 import jax
 import numpy as np
 import pytest
-from compiled_programs import ONE_HOST, TWO_HOSTS, calls_in, calls_in_place, collectives_of_xla, optimized
+from compiled_programs import ONE_HOST, TWO_HOSTS, calls_in, calls_in_place, collectives_of_xla, on_stream, optimized
 from partitioned_programs import (
     PROGRAMS,
     divided,
@@ -107,6 +107,21 @@ def test_the_override_can_leave_them_to_xla(mesh_of):
         hlo = optimized(lowered(replicated, mesh_of("1x1x8", (8, 1), AXES)))
     assert not calls_in(hlo)
     assert not calls_in(optimized(lowered(replicated, mesh_of("1x1x8", (8, 1), AXES))))
+
+
+@served
+def test_collectives_on_a_stream_of_the_user_are_refused(mesh_of, monkeypatch):
+    """They would share a lane with those of another stream. XLA of JAX 0.12 cannot compile them itself."""
+    mesh = mesh_of("1x1x8", (8,), ("a",))
+    put = lambda shape, spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.NamedSharding(mesh, spec))  # noqa: E731
+
+    def program(x, w):
+        total = lambda x, w: jax.lax.with_sharding_constraint(x @ w, jax.NamedSharding(mesh, jax.P()))  # noqa: E731
+        return on_stream(total, "1")(x, w), total(x * 2, w)
+
+    monkeypatch.setattr(runtime, "STRICT", True)
+    with override_lax(), pytest.raises(jax.errors.JaxRuntimeError, match="it is on a GPU stream of compute_on"):
+        jax.jit(program).lower(put((64, 64), jax.P(None, "a")), put((64, 64), jax.P("a"))).compile()
 
 
 @pytest.fixture

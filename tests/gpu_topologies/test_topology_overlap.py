@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from command_buffers import Recorded, recorded
-from compiled_programs import ONE_HOST, calls_in_place, optimized
+from compiled_programs import ONE_HOST, calls_in_place, on_stream, optimized
 from jax import lax
-from jax.experimental import compute_on as compute_on_module
 from jax.sharding import PartitionSpec as P
 from timeline import COLLECTIVE, EXCHANGE, MAIN, products_beside, timeline
 
@@ -226,12 +225,6 @@ def test_the_next_layer_is_gathered_beside_the_products_of_this_one(mesh_of):
 
 
 # ---- Lanes ----------------------------------------------------------------------------------------------------------
-
-
-def on_stream(fun, stream: str):
-    """`fun` on another GPU stream, as this version of JAX spells it."""
-    wrap = getattr(compute_on_module, "compute_on2", compute_on_module.compute_on)
-    return wrap(fun, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
 
 
 def test_calls_of_one_stream_share_a_lane(mesh_of):

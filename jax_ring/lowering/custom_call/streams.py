@@ -59,8 +59,11 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
     return call_on(stream, function.name.value, operands, types)
 
 
+ANNOTATION = "_xla_stream_annotation"  # XLA's name
+
+
 def attributes_of(stream: str) -> dict[str, str]:
-    return {"_xla_stream_annotation": stream, "inlineable": "false"}
+    return {ANNOTATION: stream, "inlineable": "false"}
 
 
 def call_on(stream: str, function: str, operands: Sequence, types: Sequence) -> list:

@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn, cast
 
 import jax
 import numpy as np
@@ -267,15 +267,31 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         rewrite.PLATFORMS[platform], len(devices), program.serve, lambda id_: _reduction_of(computations[numbers[id_]]),
         lambda id_: bodies[numbers[id_]], program.add,
     )  # fmt: skip
+    on_streams = {
+        called
+        for i, data in bodies.items()
+        if streams.ANNOTATION.encode() in data
+        for each in computations[i].messages(proto.INSTRUCTIONS)
+        if streams.ANNOTATION.encode() in each.raw(proto.FRONTEND)
+        for called in each.integers(proto.CALLED)
+    }
     fields, is_changed = list(module.fields), False
     with assumed_hosts.assuming(found.hosts):
         for i, data in bodies.items():
             if not collectives.may_hold_any(data):
                 continue
-            if (replaced := rewrite.Computation(computations[i], environment).replace(refuse)) is not None:
+            of_computation = environment
+            if computations[i].integer(proto.COMPUTATION_ID) in on_streams:
+                of_computation = environment._replace(serve=_refuse_stream)
+            if (replaced := rewrite.Computation(computations[i], of_computation).replace(refuse)) is not None:
                 fields[i], is_changed = wire.data(proto.COMPUTATIONS, replaced), True
     fields[min(bodies) : min(bodies)] = [wire.data(proto.COMPUTATIONS, each) for each in program.added]
     return Message(fields).to_bytes() if is_changed else None
+
+
+def _refuse_stream(*_) -> NoReturn:
+    # It would share a lane with calls that may run at the same time.
+    raise Unsupported("it is on a GPU stream of compute_on, where calls in a shard_map alone have a lane")
 
 
 def _last_channel(computation: Message) -> int:
