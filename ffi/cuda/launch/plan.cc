@@ -64,6 +64,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
     Launch launch{};
     Message& message = launch.call.message;
     uint64_t bytes = 0;
+    Hash sizes;
     for (size_t i = first; i < std::min(first + most, buffers.size()); ++i) {
       const Buffer& buffer = buffers[i];
       if (buffer.input_bytes == 0) continue;
@@ -73,6 +74,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
                                                   message.num_packs};
       message.num_packs += ceil_div(block_bytes, kPackBytes);
       bytes += block_bytes;
+      sizes.add(block_bytes);
     }
     if (message.num_packs == 0) continue;
     // Send all slots.
@@ -102,7 +104,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
                               .add(site.plan.order)
                               .add(site.plan.root)
                               .add(static_cast<uint64_t>(first))
-                              .add(bytes)
+                              .add(sizes.value())
                               .value32();
     launches.push_back(launch);
   }

@@ -160,5 +160,16 @@ TEST(ExchangeLaunches, PermutationsHaveFingerprints) {
   EXPECT_EQ(fingerprints.size(), 6u);
 }
 
+// A call's text has the shapes of its first four operands only.
+TEST(ExchangeLaunches, EveryOperandsSizeHasAShareInTheFingerprint) {
+  std::set<uint32_t> fingerprints;
+  for (const std::vector<uint64_t>& last : {std::vector<uint64_t>{32, 64}, {64, 32}, {16, 80}, {0, 96}}) {
+    const std::vector<Launch> found = launches({}, DType::f32, {32, 32, 32, 32, last[0], last[1]});
+    ASSERT_EQ(found.size(), 1u);
+    fingerprints.insert(found[0].call.message.fingerprint);
+  }
+  EXPECT_EQ(fingerprints.size(), 4u);
+}
+
 }  // namespace
 }  // namespace jax_ring::gpu
