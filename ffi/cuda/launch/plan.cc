@@ -54,6 +54,7 @@ std::vector<Launch> launches_of(const Communicator& communicator, int rank, cons
   }
   // Use the requested algorithm, not the chosen one: the order decides which operands share a message.
   site.plan = with_order_for(site.plan, site.algorithm.value_or(Algorithm::two_shot));
+  if (site.op != Op::sum) site.plan.order = Order::rank;  // never by a ring, and the same in any order
   // The blocks of a ring belong to one operand, so there each operand is a message of its own.
   const size_t most = requires_ring(site.plan) ? 1 : kMaxOperands;
   const uint64_t blocks = num_input_blocks(site.plan, communicator.num_ranks());

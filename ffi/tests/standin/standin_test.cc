@@ -165,6 +165,15 @@ TEST_F(Values, WhatHasNoTreeIsRefused) {
   EXPECT_TRUE(says(error_of(Op::sum, "auto", 0, {}, (1 << 20) - 1), "up to 20 terms each"));
 }
 
+// No algorithm of theirs depends on it.
+TEST_F(Values, MaximaOfAnyOrderAndAlgorithm) {
+  start({4});
+  for (const Order order : {Order::ring, Order::any}) {
+    Call call({members(), 1, {Collective::all_reduce, order}, {256, 2000}, DType::f32, Op::max, "ring"}, 1);
+    Program(0, *gpus_, {&call}).run_and_check();
+  }
+}
+
 // Programs of the same group, one after the other, as when a user traces a function again.
 TEST_F(Values, ManyProgramsOfOneGroup) {
   start({2});
