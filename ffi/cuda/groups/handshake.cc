@@ -45,7 +45,8 @@ std::string Handshake::key(Phase phase, int64_t process) const {
          std::to_string(process);
 }
 
-// The store refuses an existing key. If it took the key but reported an error, the next try finds it there.
+// The store refuses an existing key. If it took the key but reported an error, the next try finds it there: the value,
+// or why an earlier try failed, of which the others know.
 void Handshake::publish(const std::string& key, const std::string& value) {
   if (store_ == nullptr || !store_->publish) {
     throw std::runtime_error("the processes of this group have no key-value store. Call jax.distributed.initialize()");
@@ -53,9 +54,19 @@ void Handshake::publish(const std::string& key, const std::string& value) {
   try {
     store_->publish(key, value);
   } catch (const std::exception&) {
-    if (key == std::exchange(uncertain_, key) && store_->fetch(key) == value) return;
+    if (key != std::exchange(uncertain_, key)) throw;
+    const std::string known = store_->fetch(key);
+    if (known == value) return;
+    if (!known.empty() && known[0] == kError) end_attempt(process_, known);
     throw;
   }
+}
+
+void Handshake::end_attempt(int64_t process, const std::string& message) {
+  ++attempt_;
+  told_.clear();
+  throw std::runtime_error("process " + std::to_string(process) +
+                           " failed: " + (message.empty() ? "without a reason" : message.substr(1)));
 }
 
 void Handshake::tell(Phase phase, const std::vector<std::string>& items) {
@@ -88,10 +99,7 @@ std::vector<std::string> Handshake::ask(Phase phase, int64_t process) {
         error.what() + ")");
   }
   if (!message.empty() && message[0] == kItems) return decode(message);
-  ++attempt_;
-  told_.clear();
-  throw std::runtime_error("process " + std::to_string(process) +
-                           " failed: " + (message.empty() ? "without a reason" : message.substr(1)));
+  end_attempt(process, message);
 }
 
 }  // namespace jax_ring::gpu

@@ -37,6 +37,7 @@ class Handshake {
  private:
   std::string key(Phase phase, int64_t process) const;
   void publish(const std::string& key, const std::string& value);
+  [[noreturn]] void end_attempt(int64_t process, const std::string& message);
 
   const std::string name_;
   const int64_t process_;

@@ -6,8 +6,10 @@
 #include <atomic>
 #include <future>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/host_groups.h"
@@ -124,6 +126,33 @@ TEST(Connection, AStoreThatReportsAnErrorAndHasTheValue) {
                             std::make_shared<const KeyValueStore>(uncertain));
   EXPECT_EQ(error_of([&] { communicator.connect(0, kSeconds); }), "unavailable");
   EXPECT_CONTAINS(error_of([&] { communicator.connect(0, kSeconds); }), "process 1 did not say");
+}
+
+TEST(Connection, AStoreThatReportsAnErrorAndHasTheReasonOfAFailure) {
+  HostMemory memories[2];
+  Table table;
+  std::set<std::string> keys;
+  bool broken = true;
+  KeyValueStore uncertain = table.store();
+  uncertain.publish = [&, publish = uncertain.publish](const std::string& key, const std::string& value) {
+    if (!keys.insert(key).second) throw std::runtime_error("already exists");
+    publish(key, value);
+    if (std::exchange(broken, false)) throw std::runtime_error("unavailable");
+  };
+  const std::vector<Member> members = {{0, 0}, {1, 1}};
+  Communicator failing(members, 0, cpu::testing::small_capacity(2), "group", memories[0],
+                       std::make_shared<const KeyValueStore>(uncertain));
+  Communicator other(members, 1, cpu::testing::small_capacity(2), "group", memories[1], table.shared());
+  memories[0].num_allocations_left = 0;
+  const std::string error = error_of([&] { failing.connect(0, kSeconds); });
+  EXPECT_CONTAINS(error, "out of memory");
+  memories[0].num_allocations_left = -1;
+  EXPECT_EQ(error_of([&] { other.connect(0, kSeconds); }), "process 0 failed: " + error);
+  // The other one is in the next attempt by now.
+  EXPECT_EQ(error_of([&] { failing.connect(0, kSeconds); }), "process 0 failed: " + error);
+  std::thread again([&] { EXPECT_EQ(error_of([&] { other.connect(0, kSeconds); }), ""); });
+  EXPECT_EQ(error_of([&] { failing.connect(0, kSeconds); }), "");
+  again.join();
 }
 
 TEST(Connection, OneThreadConnectsAndTheOthersWait) {
