@@ -1,6 +1,8 @@
 // watcher.cc: looks for failures of GPU calls on a thread of its own.
 #include "cuda/groups/watcher.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -40,9 +42,12 @@ void start_reporting_failures() {
         std::fprintf(stderr, "jax_ring: %s\n", text.c_str());
       }
     });
+    static const pid_t process = getpid();
     // Registered after the CUDA runtime's own exit handlers, so it runs before them, while failure records are still
-    // readable.
-    std::atexit([] { delete watcher; });
+    // readable. A forked child does not have the thread, and would wait for it.
+    std::atexit([] {
+      if (getpid() == process) delete watcher;
+    });
   });
 }
 
