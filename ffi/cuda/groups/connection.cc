@@ -22,7 +22,7 @@ constexpr char kForgotten[] =
 Connection::Connection(const Group& group, int lane, PeerMemory& memory, std::shared_ptr<const KeyValueStore> store)
     : group_(group),
       memory_(memory),
-      handshake_(group.name + "/lane " + std::to_string(lane), group.process, std::move(store)) {
+      handshake_(std::in_place, group.name + "/lane " + std::to_string(lane), group.process, std::move(store)) {
   for (int rank = 0; rank < group.num_ranks(); ++rank) {
     if (!group.is_local(rank)) continue;
     LocalRank local;
@@ -101,13 +101,13 @@ void Connection::try_to_connect() {
       own.push_back(local.handle);
     }
   } catch (const std::exception& error) {
-    if (!others.empty()) handshake_.tell_error(Phase::handles, error.what());
+    if (!others.empty()) handshake_->tell_error(Phase::handles, error.what());
     throw;
   }
-  if (!others.empty()) handshake_.tell(Phase::handles, own);
+  if (!others.empty()) handshake_->tell(Phase::handles, own);
 
   std::map<int64_t, std::vector<std::string>> theirs;
-  for (int64_t process : others) theirs[process] = handshake_.ask(Phase::handles, process);
+  for (int64_t process : others) theirs[process] = handshake_->ask(Phase::handles, process);
   try {
     std::map<int64_t, size_t> next;
     for (int peer = 0; peer < group_.num_ranks(); ++peer) {
@@ -123,13 +123,13 @@ void Connection::try_to_connect() {
     }
     map_peers();
   } catch (const std::exception& error) {
-    if (!others.empty()) handshake_.tell_error(Phase::connected, error.what());
+    if (!others.empty()) handshake_->tell_error(Phase::connected, error.what());
     throw;
   }
   if (others.empty()) return;
   // Launch only when all are ready: an error reaches all processes, and no kernel's deadline runs meanwhile.
-  handshake_.tell(Phase::connected, {});
-  for (int64_t process : others) handshake_.ask(Phase::connected, process);
+  handshake_->tell(Phase::connected, {});
+  for (int64_t process : others) handshake_->ask(Phase::connected, process);
 }
 
 // One allocation for all mailboxes. Other processes would need its file descriptors, and a key-value store cannot pass
@@ -266,6 +266,7 @@ void Connection::close() noexcept {
 // Posts outlive calls: a rank posts to its peers last, and may return before a peer's kernel has looked. So free no
 // memory before all kernels that write to it are done.
 void Connection::release() noexcept {
+  handshake_.reset();  // the store of a runtime that was left keeps the runtime's client
   // All local ranks first: freeing waits for the device, so no kernel of this process writes to any peer afterwards.
   for (LocalRank& local : local_) {
     if (local.counters != nullptr) memory_.release(local.ordinal, std::exchange(local.counters, nullptr));

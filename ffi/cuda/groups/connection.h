@@ -69,7 +69,7 @@ class Connection {
 
   const Group& group_;
   PeerMemory& memory_;
-  Handshake handshake_;
+  std::optional<Handshake> handshake_;  // until closed: it refers to the store
 
   // Changed only by the connecting thread, and by close() when no thread connects.
   std::vector<LocalRank> local_;

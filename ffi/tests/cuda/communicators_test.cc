@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/support/host_groups.h"
@@ -98,10 +99,17 @@ TEST(Communicators, ANewRuntimeForgetsTheGroupsOfTheOldOne) {
   Table before, after;
   Process a(before, 0);
   auto b = std::make_unique<Process>(before, 1);
+  auto client = std::make_shared<int>();  // of the old runtime
+  KeyValueStore with_client = before.store();
+  with_client.publish = [client, publish = with_client.publish](const std::string& key, const std::string& value) {
+    publish(key, value);
+  };
+  a.all.set_process(0, std::exchange(with_client, {}));
   in_both(a, *b, [](Process& each) { each.connect(kPair); });
   const std::shared_ptr<Communicator> old = a.all.get_or_create(kPair);
   a.all.set_process(0, after.store());
   EXPECT_TRUE(old->is_retired());
+  EXPECT_EQ(client.use_count(), 1);
   EXPECT_EQ(a.memory.imported, 0);
   EXPECT_NE(a.all.get_or_create(kPair), old);
   Process c(after, 1);
