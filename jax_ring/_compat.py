@@ -33,6 +33,7 @@ if jax.__version_info__ < OLDEST_JAX:
 try:
     from jax._src import api as _api
     from jax._src import callback as _callback
+    from jax._src import compiler as _compiler
     from jax._src import config as _config
     from jax._src import core as _core
     from jax._src import distributed as _distributed
@@ -431,6 +432,21 @@ def call_with_programs(function: Callable) -> None:
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]
+
+
+def call_around_builds(count: Callable[[int], None]) -> None:
+    """Calls count(1) before a program is compiled, or loaded from JAX's cache, and count(-1) afterwards."""
+    build = _compiler.compile_or_get_cached
+
+    @functools.wraps(build)
+    def count_and_build(*args, **options):
+        count(1)
+        try:
+            return build(*args, **options)
+        finally:
+            count(-1)
+
+    _compiler.compile_or_get_cached = count_and_build
 
 
 def register_hlo_transformation(name: str, transform: Callable[[bytes], bytes | None], platform: str) -> bool:

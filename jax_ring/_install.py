@@ -23,6 +23,8 @@ def install() -> None:
     _compat.replace_lowering(_compat.shard_map_p, ("cpu",), pipeline.rule, cacheable=True)
     # XLA's partitioner divides arrays and then asks for the call on one device's part.
     _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
+    # Equal calls are numbered in each build, and a process may build a lowered program more than once.
+    _compat.call_around_builds(runtime.count_builds)
     # Passes that need the whole lowered program.
     _compat.call_with_programs(pipeline.end_program)
     if runtime.OVERRIDE:

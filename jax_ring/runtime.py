@@ -314,6 +314,11 @@ def await_questions(seconds: float) -> list[int]:
     return _ffi_cpu.await_questions(seconds)
 
 
+def count_builds(change: int) -> None:
+    """change: 1 when a program begins to be compiled or loaded, -1 when it has been."""
+    _ffi_cpu.count_builds(change)
+
+
 def wake_watcher() -> None:
     """Ends `await_questions`, for good."""
     _ffi_cpu.end_questions()

@@ -250,6 +250,10 @@ NB_MODULE(_ffi_cpu, m) {
       "The same, and forgets them.");
 
   m.def(
+      "count_builds", [](int change) { jax_ring::shm::Communicators::instance().count_builds(change); }, "change"_a,
+      "1 when a program begins to be compiled or loaded, -1 when it has been.");
+
+  m.def(
       "call_site_type",
       [] {
         nb::typed<nb::dict, nb::str, nb::object> type;

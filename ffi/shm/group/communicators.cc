@@ -151,6 +151,12 @@ int64_t Communicators::next_index(const std::string& key) {
   return next_indices_[key]++;
 }
 
+void Communicators::count_builds(int change) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  num_builds_ += change;
+  if (num_builds_ == 0) next_indices_.clear();
+}
+
 std::shared_ptr<RunCounter> Communicators::run_counter(uint64_t identity) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<RunCounter>& found = run_counters_[identity];

@@ -46,9 +46,11 @@ class Communicators {
   static constexpr std::chrono::seconds kIdleTime{30};
   void release_idle_memory();
 
-  // How often this was called for the key. Distinguishes equal calls of a program, which all processes build in the
-  // same order.
+  // How often this was called for the key since no program was being built. Distinguishes equal calls of a program,
+  // which all processes build in the same order, but not equally often.
   int64_t next_index(const std::string& key);
+  // change: 1 when a build begins, -1 when it has ended.
+  void count_builds(int change);
 
   // The run counter of the calls with this identity, in one group.
   std::shared_ptr<RunCounter> run_counter(uint64_t identity);
@@ -65,6 +67,7 @@ class Communicators {
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   bool watches_idle_memory_ = false;
   std::map<std::string, int64_t> next_indices_;
+  int num_builds_ = 0;  // that have not ended
   std::map<uint64_t, std::shared_ptr<RunCounter>> run_counters_;
 };
 
