@@ -50,7 +50,8 @@ bool Communicator::is_hopeless(cpu::Clock::duration waited) {
   return !has_unknown || cpu::Clock::now() - *aborted_since_ > kTimeForAnswer;
 }
 
-// The processes that have left or ended, and so cause the failures that the others report.
+// The processes that have left or ended, and so cause the failures that the others report. One that has aborted the
+// group knows of another cause, also when it has ended since.
 std::vector<int> Communicator::gone_processes() const {
   std::vector<int> left, ended;
   for (int process = 0; process < group_.num_processes(); ++process) {
@@ -58,7 +59,7 @@ std::vector<int> Communicator::gone_processes() const {
     const bool could_not_come = !channel_->has_joined(process) && channel_->has_aborted(process);
     if (could_not_come || how_left(process)) {
       left.push_back(process);
-    } else if (channel_->has_exited(process)) {
+    } else if (channel_->has_exited(process) && !channel_->has_aborted(process)) {
       ended.push_back(process);
     }
   }
@@ -146,13 +147,13 @@ CallFailure Communicator::failure_by(int process) const {
     const bool failed = channel_->has_aborted(process);
     found.kind = failed ? status.kind : Kind::absent;
     what = failed ? status.text.substr(0, status.text.size() - 1) : "has not made a call in this group yet";
-  } else if (channel_->has_exited(process)) {
-    found.kind = Kind::ended;
-    what = "has ended";
   } else if (channel_->has_aborted(process)) {
     found.kind = Kind::aborted;
     what = "has aborted the group";
     more = ". Last status: " + (status.text.empty() ? "none" : status.text) + ".";
+  } else if (channel_->has_exited(process)) {
+    found.kind = Kind::ended;
+    what = "has ended";
   } else if (!status.text.empty()) {
     found.kind = Kind::mismatch;
     more = "waits in another call: " + status.text + ".";
