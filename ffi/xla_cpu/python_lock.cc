@@ -2,6 +2,7 @@
 #include "xla_cpu/python_lock.h"
 
 #include <Python.h>
+#include <dlfcn.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -16,10 +17,18 @@ namespace {
 // A thread in Python may keep the lock as long as it likes, and wait for an execution meanwhile.
 constexpr std::chrono::milliseconds kLongestWait{200};
 
+// Whether Python launches nothing any more. The thread that ends it may hold its lock until all executions have ended.
+bool has_ended() {
+  // The stable interface has it since Python 3.13; before, it has another name.
+  static void* const named = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
+  static void* const found = named != nullptr ? named : dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
+  return !Py_IsInitialized() || (found != nullptr && reinterpret_cast<int (*)()>(found)() != 0);
+}
+
 class PythonLock final : public LaunchLock {
  public:
   bool acquire() override {
-    if (!Py_IsInitialized()) return false;
+    if (has_ended()) return true;
     auto state = std::make_shared<State>();
     try {
       // If the interpreter ends first, this thread ends without the lock.
@@ -47,6 +56,7 @@ class PythonLock final : public LaunchLock {
   }
 
   void release() override {
+    if (state_ == nullptr) return;
     {
       const std::lock_guard<std::mutex> lock(state_->mutex);
       state_->is_done = true;
