@@ -60,6 +60,8 @@ struct Row {
   int64_t entered;
   int count;                      // number of equal calls
   std::map<int64_t, Cell> cells;  // by process or mesh position
+  uint32_t members = 0;           // of a group of several processes: a hash
+  size_t num_unknown = 0;         // more ranks, of which nothing is recorded
 };
 
 std::string seconds(int64_t nanoseconds) {
@@ -75,7 +77,8 @@ std::string text_of(const Cell& cell, int64_t now) {
     case Kind::not_made:
       return "NOT MADE";
     case Kind::partial:
-      return std::to_string(cell.arrived) + " ranks wait, " + seconds(now - cell.since);
+      return std::to_string(cell.arrived) + " rank" + (cell.arrived == 1 ? " waits, " : "s wait, ") +
+             seconds(now - cell.since);
     case Kind::waiting:
       return "waits, " + seconds(now - cell.since);
     case Kind::done:
@@ -176,6 +179,9 @@ std::string print(std::vector<Row> rows, Name name_of, int64_t now) {
     const std::string times = row.count > 1 ? std::to_string(row.count) + " times " : "";
     text += (all_done(row) ? "  " : "> ") + times + shortened(row.text, kWidth - 2 - times.size()) + "\n" +
             states_of(row, name_of, now);
+    if (row.num_unknown > 0 && !all_done(row)) {
+      text += std::string(kIndent, ' ') + "the ranks from " + std::to_string(kRanksInMask) + " on are not recorded\n";
+    }
   }
   return text;
 }
@@ -195,7 +201,8 @@ std::string sentence_of(const Cell& cell, const std::string& text, int64_t now) 
   const std::string passed = seconds(now - cell.since);
   switch (cell.kind) {
     case Kind::partial:
-      return std::to_string(cell.arrived) + " ranks wait in " + text + ", for " + passed;
+      return std::to_string(cell.arrived) + (cell.arrived == 1 ? " rank waits in " : " ranks wait in ") + text +
+             ", for " + passed;
     case Kind::waiting:
       return "waiting in " + text + ", for " + passed;
     case Kind::failed:
@@ -244,30 +251,42 @@ std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t n
   std::map<uint64_t, size_t> by_id;
   std::map<uint32_t, std::set<int64_t>> members;  // the processes that made calls in a group
   std::map<int64_t, int64_t> oldest;              // earlier records have been overwritten
-  std::vector<uint32_t> group_of_row;
+  std::vector<std::pair<int64_t, const Seen*>> without_id;
+  const auto add = [&](size_t at, int64_t process, const Seen& seen) {
+    if (at == rows.size()) rows.push_back({seen.text, seen.entered, 1, {}, seen.members});
+    rows[at].cells[process] = cell_of(seen);
+    rows[at].entered = std::min(rows[at].entered, seen.entered);
+  };
+  const auto lacks = [&](const Row& row, int64_t process) {
+    return row.cells.count(process) == 0 && oldest[process] < row.entered;
+  };
   for (const Snapshot& snapshot : snapshots) {
     if (!snapshot.records.empty()) oldest[snapshot.process] = snapshot.records.front().entered;
     for (const Seen& seen : snapshot.records) {
       if (seen.members != 0) members[seen.members].insert(snapshot.process);
-      const bool is_alone = seen.id == 0;
-      if (is_alone && seen.members == 0 && seen.state == State::done && snapshots.size() > 1) continue;
-      const auto found = is_alone ? by_id.end() : by_id.find(seen.id);
-      if (found == by_id.end()) {
-        if (!is_alone) by_id[seen.id] = rows.size();
-        rows.push_back({seen.text, seen.entered, 1, {{snapshot.process, cell_of(seen)}}});
-        group_of_row.push_back(seen.members);
-      } else {
-        Row& row = rows[found->second];
-        row.cells[snapshot.process] = cell_of(seen);
-        row.entered = std::min(row.entered, seen.entered);
+      if (seen.id != 0) {
+        add(by_id.try_emplace(seen.id, rows.size()).first->second, snapshot.process, seen);
+      } else if (seen.members != 0) {
+        without_id.emplace_back(snapshot.process, &seen);
+      } else if (seen.state != State::done || snapshots.size() == 1) {
+        add(rows.size(), snapshot.process, seen);
       }
     }
   }
-  for (size_t i = 0; i < rows.size(); ++i) {
-    for (int64_t process : members[group_of_row[i]]) {
-      if (rows[i].cells.count(process) == 0 && oldest[process] < rows[i].entered) {
-        rows[i].cells[process] = {Kind::not_made, 0, 0, 0};
-      }
+  // Not all ranks of the process have made these, the last ones of the group that it lacks.
+  for (auto call = without_id.rbegin(); call != without_id.rend(); ++call) {
+    const int64_t process = call->first;
+    const Seen& seen = *call->second;
+    const bool is_first = oldest[process] == seen.entered;
+    const auto found = std::find_if(rows.rbegin(), rows.rend(), [&](const Row& row) {
+      return row.members == seen.members && row.text == seen.text &&
+             (lacks(row, process) || (is_first && row.cells.count(process) == 0));
+    });
+    add(found == rows.rend() ? rows.size() : rows.rend() - found - 1, process, seen);
+  }
+  for (Row& row : rows) {
+    for (int64_t process : members[row.members]) {
+      if (lacks(row, process)) row.cells[process] = {Kind::not_made, 0, 0, 0};
     }
   }
   return print(std::move(rows), kProcess, now);
@@ -278,10 +297,12 @@ std::string table_of_ranks() {
   const std::vector<RecordedCall*> calls = Recorder::instance().calls();
   std::vector<Row> rows;
   for (const Seen& seen : own.records) {
-    if (seen.members != 0 || seen.call >= calls.size() || seen.group >= calls[seen.call]->groups.size()) continue;
+    if (seen.call >= calls.size() || seen.group >= calls[seen.call]->groups.size()) continue;
     Row row{seen.text, seen.entered, 1, {}};
-    const std::vector<int64_t>& members = calls[seen.call]->groups[seen.group].positions;
-    for (size_t rank = 0; rank < std::min(members.size(), kRanksInMask); ++rank) {
+    const auto& [members, processes] = calls[seen.call]->groups[seen.group];
+    row.num_unknown = members.size() - std::min(members.size(), kRanksInMask);
+    for (size_t rank = 0; rank < members.size() - row.num_unknown; ++rank) {
+      if (seen.members != 0 && processes[rank] != own.process) continue;
       Cell cell = cell_of(seen);
       const bool has_arrived = (seen.arrived >> rank & 1) != 0;
       if (seen.state == State::arriving) cell.kind = has_arrived ? Kind::waiting : Kind::not_made;

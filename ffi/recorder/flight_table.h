@@ -16,7 +16,7 @@ namespace jax_ring::flight {
 // now: nanoseconds of the steady clock.
 std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);
 
-// The same by mesh position of this process, for calls in groups within the process.
+// The same by mesh position, for this process alone.
 std::string table_of_ranks();
 
 // A sentence about each process's last call, for errors: " Last calls: ...". Empty if nothing is known.

@@ -191,6 +191,42 @@ TEST(FlightTable, ShowsWhichProcessHasNotMadeACall) {
 }
 
 TEST(FlightTable, FitsATerminal) {
+// A call that not all ranks of a process have made has no id yet, and none if it fails so.
+TEST(FlightTable, ACallThatIsMadeInPartSharesTheRowOfTheOthers) {
+  const auto seen = [](uint64_t id, int64_t entered, State state, uint64_t arrived) {
+    Seen record;
+    record.sequence = record.id = id;
+    record.members = 7;
+    record.text = "sum";
+    record.entered = entered;
+    record.ended = entered;
+    record.arrived = arrived;
+    record.state = state;
+    return record;
+  };
+  const int64_t second = 1000 * kMillisecond;
+  std::vector<Snapshot> processes(3);
+  for (int64_t i = 0; i < 3; ++i) {
+    processes[i].process = i;
+    processes[i].records = {seen(1, 0, State::done, 3)};
+  }
+  processes[0].records.push_back(seen(0, 2 * second, State::arriving, 1));
+  processes[1].records.push_back(seen(2, 3 * second, State::ready, 12));
+  processes[2].records.push_back(seen(0, second, State::failed, 48));
+  EXPECT_EQ(table_of_processes(processes, 5 * second),
+            "jax_ring: the last calls (> = not completed by everyone):\n"
+            "  sum\n"
+            "      processes 0-2: done 5.000 s ago\n"
+            "> sum\n"
+            "      process 0: 1 rank waits, 3.000 s; process 1: waits, 2.000 s;\n"
+            "      process 2: failed 4.000 s ago\n");
+  // The first call of a process is, too.
+  processes[2].records.erase(processes[2].records.begin());
+  EXPECT_EQ(table_of_processes(processes, 5 * second).find("NOT MADE"), std::string::npos);
+  EXPECT_NE(last_calls_of_processes(processes, 5 * second).find("process 0: 1 rank waits in sum, for 3.000 s"),
+            std::string::npos);
+}
+
   std::vector<Snapshot> processes(40);
   for (int64_t i = 0; i < 40; ++i) {
     processes[i].process = i;
