@@ -72,6 +72,7 @@ bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   seen.text.assign(text, strnlen(text, kTextBytes));
   return true;
 }
+  key.append("\n").append(collective);
 
 Snapshot read_memory(const Memory& memory) {
   Snapshot snapshot{memory.process.load(std::memory_order_acquire), memory.job.load(std::memory_order_acquire), {}};
@@ -84,7 +85,7 @@ Snapshot read_memory(const Memory& memory) {
   return snapshot;
 }
 
-std::string key_of(std::string_view text, const std::vector<Members>& groups) {
+std::string key_of(std::string_view text, std::string_view collective, const std::vector<Members>& groups) {
   std::string key(text);
   for (const Members& group : groups) {
     key.push_back('\n');
@@ -132,7 +133,7 @@ RecordedCall* Recorder::add(std::string_view text, std::string_view collective, 
   std::lock_guard<std::mutex> lock(mutex_);
   const bool is_full = calls_.size() + 1 >= kMaxCalls;
   if (is_full) text = "one of many other calls";
-  RecordedCall*& found = by_key_[key_of(text, groups)];
+  RecordedCall*& found = by_key_[key_of(text, collective, groups)];
   if (found != nullptr) return found;
   auto call = std::make_unique<RecordedCall>();
   // Calls that share the text of the last one have counters of their own.
@@ -145,7 +146,6 @@ RecordedCall* Recorder::add(std::string_view text, std::string_view collective, 
     call->hashes.push_back(group.is_within_process() ? 0 : hash_of(group));
   }
   call->groups = std::move(groups);
-  call->bytes_per_rank = 0;
   call->statistics = std::make_unique<CallStatistics>(sizes);
   write_text(memory_->texts[call->index], text);
   memory_->num_calls.store(call->index + 1, std::memory_order_release);

@@ -84,8 +84,7 @@ struct RecordedCall {
   std::string text;  // what is called, and where
   std::string collective;
   std::vector<Members> groups;
-  std::vector<uint32_t> hashes;          // of each group's members; 0 within a process
-  std::atomic<uint64_t> bytes_per_rank;  // of the operands; 0 until it first runs
+  std::vector<uint32_t> hashes;  // of each group's members; 0 within a process
   std::unique_ptr<CallStatistics> statistics;
 };
 
@@ -148,6 +147,9 @@ class Entry {
     if (call_ != nullptr && owns_record()) record_->id.store(id, std::memory_order_release);
   }
 
+  // The bytes of a rank's operands.
+  void note_bytes(uint64_t bytes) { bytes_ = bytes; }
+
   // When the last rank here arrived, and which: for the peers.
   int64_t ready() const { return ready_; }
   int64_t entered() const { return entered_; }
@@ -172,7 +174,7 @@ class Entry {
       record_->sequence.store(sequence_, std::memory_order_release);
     }
     if (state == State::done) {
-      call_->statistics->add(group_, last_, ready_ - entered_, now - ready_, ready_ - before_last_);
+      call_->statistics->add(group_, last_, ready_ - entered_, now - ready_, ready_ - before_last_, bytes_);
     } else {
       call_->statistics->add_failure();
     }
@@ -186,7 +188,7 @@ class Entry {
 
   RecordedCall* call_ = nullptr;
   Record* record_ = nullptr;
-  uint64_t sequence_ = 0;
+  uint64_t sequence_ = 0, bytes_ = 0;
   int64_t entered_ = 0, before_last_ = 0, ready_ = 0;
   int group_ = 0, last_ = 0;
 };

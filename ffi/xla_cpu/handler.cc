@@ -108,11 +108,11 @@ RendezvousPtr run_between_processes(const CallSite& site, RendezvousPtr rendezvo
   return site.groups[known.group]->communicator->submit(std::move(kept.call));
 }
 
-void note_bytes(flight::RecordedCall& call, const Message& message) {
-  if (call.bytes_per_rank.load(std::memory_order_relaxed) != 0) return;
+// Of a rank's operands.
+uint64_t bytes_of(const Message& message) {
   size_t count = 0;
   for (size_t of_operand : message.counts) count += of_operand;
-  call.bytes_per_rank.store(count * message.operand_element_bytes(), std::memory_order_relaxed);
+  return count * message.operand_element_bytes();
 }
 
 // The completion may run on another thread, and the rank's program must compute there as it would have here.
@@ -187,7 +187,6 @@ Result execute(Api api, CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ff
     if (is_within && site->groups[group].has_value()) {
       throw std::invalid_argument("parts are converted, and blocks are apart, within one process only");
     }
-    if (site->recorded != nullptr) note_bytes(*site->recorded, message);
     prepare_result(*site, rets);
     participant.done = completion_of(future);
     offer_to_wait(kept, *site, group, pool);
@@ -196,6 +195,7 @@ Result execute(Api api, CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ff
     RendezvousPtr rendezvous = is_alone ? map.arrive_alone(run.run_id, *partition.typed_data(), std::move(participant),
                                                            std::move(kept.rendezvous))
                                         : map.arrive(run.run_id, *partition.typed_data(), std::move(participant));
+    if (rendezvous != nullptr) rendezvous->entry.note_bytes(bytes_of(message));
     if (!site->groups[group].has_value()) {
       const bool moves = kept.waiting->moves();
       if (moves) wait_on_pool(pool, std::exchange(kept.waiting, std::make_shared<WaitingRank>()), future);

@@ -82,9 +82,8 @@ std::vector<CallTotals> call_statistics(bool reset) {
     }
     std::vector<std::pair<uint64_t, double>> late;
     for (const auto& of_member : totals.late) late.emplace_back(of_member.count, of_member.nanoseconds * 1e-9);
-    all.emplace_back(call->text, call->collective, call->bytes_per_rank.load(), std::move(positions),
-                     std::move(processes), totals.count, totals.failures, totals.waited * 1e-9, totals.busy * 1e-9,
-                     std::move(late));
+    all.emplace_back(call->text, call->collective, totals.bytes, std::move(positions), std::move(processes),
+                     totals.count, totals.failures, totals.waited * 1e-9, totals.busy * 1e-9, std::move(late));
   }
   return all;
 }
@@ -143,7 +142,8 @@ void bind_flight_recorder(nb::module_& m) {
       "The last calls of all processes of this user on this host, a table for each job, with its pids.");
 
   m.def("call_statistics", &call_statistics, "reset"_a,
-        "For each call: text, collective, bytes per rank, mesh positions and processes by group, count, failures, "
+        "For each call: text, collective, bytes of a rank's operands, mesh positions and processes by group, count, "
+        "failures, "
         "seconds waited, seconds busy, and by member how often it came last, and by how many seconds.");
 }
 

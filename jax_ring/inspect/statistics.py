@@ -53,7 +53,7 @@ class CallStatistics:
       num_ranks: of its largest group.
       count: executions, for each group with ranks here.
       failures: of them.
-      bytes_per_rank: of the operands.
+      bytes: of a rank's operands, in total.
       waited: seconds from the first arrival in this process to the last of all, in total.
       busy: seconds from there to the end.
       late: the ranks that came last, most seconds first.
@@ -64,14 +64,15 @@ class CallStatistics:
     num_ranks: int
     count: int
     failures: int
-    bytes_per_rank: int
+    bytes: int
     waited: float
     busy: float
     late: tuple[Late, ...]
 
     @property
-    def bytes(self) -> int:
-        return self.count * self.bytes_per_rank
+    def bytes_per_rank(self) -> int:
+        """Of the operands, on average: calls with equal first operands are one."""
+        return self.bytes // self.count if self.count else 0
 
     @property
     def bus_bandwidth(self) -> float:

@@ -75,6 +75,12 @@ def test_statistics_count_bytes_and_start_anew():
     assert "ring_all_gather of float32[77]" in str(statistics)
     assert max(map(len, str(statistics).splitlines())) <= 80
     assert "called at tests/inspect/test_flight_recorder.py:" in " ".join(str(statistics).split())
+    # Joined calls with the same first operands, on the same line.
+    for size in (77, 99):
+        step = sharded(lambda tree: jax.tree.map(lambda x: ring_psum(x, "i"), tree))
+        jax.block_until_ready(step([jnp.ones(8)] * 4 + [jnp.ones(8 * size)]))
+    (each,) = jax_ring.statistics(reset=True).calls
+    assert (each.count, each.bytes, each.bytes_per_rank) == (2, 4 * (81 + 103), 4 * 92)
     assert jax_ring.statistics().calls == ()
     assert "no calls" in str(jax_ring.statistics())
 

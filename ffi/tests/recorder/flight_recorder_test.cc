@@ -65,6 +65,7 @@ TEST(FlightRecorder, EqualCallsShareTheirStatistics) {
   RecordedCall* const call = recorder.add("maximum", "all_reduce", groups());
   EXPECT_EQ(recorder.add("maximum", "all_reduce", groups()), call);
   EXPECT_NE(recorder.add("maximum", "all_reduce", {members({0, 1, 2}, {0, 0, 0})}), call);
+  EXPECT_NE(recorder.add("maximum", "reduce", groups()), call);
   run(call, 0, 0, 5 * kMillisecond);
   run(call, 1, 0, 7 * kMillisecond);
   run(call, 1, 0, 9 * kMillisecond);
@@ -190,7 +191,6 @@ TEST(FlightTable, ShowsWhichProcessHasNotMadeACall) {
             "4.000 s ago.");
 }
 
-TEST(FlightTable, FitsATerminal) {
 // A call that not all ranks of a process have made has no id yet, and none if it fails so.
 TEST(FlightTable, ACallThatIsMadeInPartSharesTheRowOfTheOthers) {
   const auto seen = [](uint64_t id, int64_t entered, State state, uint64_t arrived) {
@@ -227,6 +227,7 @@ TEST(FlightTable, ACallThatIsMadeInPartSharesTheRowOfTheOthers) {
             std::string::npos);
 }
 
+TEST(FlightTable, FitsATerminal) {
   std::vector<Snapshot> processes(40);
   for (int64_t i = 0; i < 40; ++i) {
     processes[i].process = i;
