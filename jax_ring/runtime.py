@@ -248,6 +248,7 @@ _forked_from: int | None = None
 
 def note_fork() -> None:
     global _forked_from
+    _ffi_cpu.leave_parents_recorder()
     if _compat.backends_alive():
         _forked_from = os.getppid()
 

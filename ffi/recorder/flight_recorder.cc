@@ -22,20 +22,6 @@ namespace {
 constexpr char kName[] = "jax_ring_flight";
 constexpr uint64_t kMagic = 0x6a61785f72696e01;  // the last byte is the version of the layout
 
-// Anonymous memory private to this process, for when it may open no more files.
-std::shared_ptr<Memory> create() {
-  const int file = memfd_create(kName, MFD_CLOEXEC);
-  const bool shared = file >= 0 && ftruncate(file, sizeof(Memory)) == 0;
-  // The file stays open for the life of the process: its peers find it through /proc.
-  void* const at = mmap(nullptr, sizeof(Memory), PROT_READ | PROT_WRITE,
-                        shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? file : -1, 0);
-  if (at == MAP_FAILED) return nullptr;
-  auto* const memory = static_cast<Memory*>(at);
-  memory->process.store(0, std::memory_order_relaxed);
-  memory->magic.store(kMagic, std::memory_order_release);
-  return {memory, [](Memory*) {}};  // never unmapped: threads may outlive main
-}
-
 // The numbers in a folder of /proc, such as processes or one process's open files.
 std::vector<int64_t> numbers_in(const std::string& folder) {
   std::vector<int64_t> numbers;
@@ -72,7 +58,6 @@ bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   seen.text.assign(text, strnlen(text, kTextBytes));
   return true;
 }
-  key.append("\n").append(collective);
 
 Snapshot read_memory(const Memory& memory) {
   Snapshot snapshot{memory.process.load(std::memory_order_acquire), memory.job.load(std::memory_order_acquire), {}};
@@ -87,6 +72,7 @@ Snapshot read_memory(const Memory& memory) {
 
 std::string key_of(std::string_view text, std::string_view collective, const std::vector<Members>& groups) {
   std::string key(text);
+  key.append("\n").append(collective);
   for (const Members& group : groups) {
     key.push_back('\n');
     for (size_t i = 0; i < group.positions.size(); ++i) {
@@ -116,8 +102,27 @@ uint32_t hash_of(const Members& members) {
   return std::max<uint32_t>(hash.value32(), 1);
 }
 
-Recorder::Recorder() : memory_(create()) {
-  if (memory_ == nullptr) on_ = false;
+Recorder::Recorder() { create(); }
+
+// Anonymous memory private to this process, for when it may open no more files.
+void Recorder::create() {
+  file_ = memfd_create(kName, MFD_CLOEXEC);
+  const bool shared = file_ >= 0 && ftruncate(file_, sizeof(Memory)) == 0;
+  void* const at = mmap(nullptr, sizeof(Memory), PROT_READ | PROT_WRITE,
+                        shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? file_ : -1, 0);
+  if (at == MAP_FAILED) {
+    on_ = false;
+    return;
+  }
+  memory_ = {static_cast<Memory*>(at), [](Memory*) {}};  // never unmapped: threads may outlive main
+  memory_->process.store(0, std::memory_order_relaxed);
+  memory_->magic.store(kMagic, std::memory_order_release);
+}
+
+void Recorder::leave_parent() {
+  if (file_ >= 0) close(file_);
+  memory_.reset();
+  create();
 }
 
 Recorder& Recorder::instance() {

@@ -206,6 +206,10 @@ class Recorder {
   RecordedCall* add(std::string_view text, std::string_view collective, std::vector<Members> groups);
   Memory* memory() const { return memory_.get(); }
 
+  // For a child that has just been forked: it gives its parent's memory back, and records in its own. Takes no lock,
+  // which a thread of the parent may have held.
+  void leave_parent();
+
   // Sets this process's number in the job with this token. Forgets the peers, which may belong to another job.
   void join(int64_t process, const std::string& token);
 
@@ -233,8 +237,10 @@ class Recorder {
   };
 
   Recorder();
+  void create();
   static std::shared_ptr<const Memory> open_memory_of(int64_t pid);
 
+  int file_ = -1;  // of the memory; stays open for the life of the process: its peers find it through /proc
   MemoryPtr memory_;
   std::atomic<bool> on_{true};
   mutable std::mutex mutex_;

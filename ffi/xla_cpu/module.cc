@@ -121,6 +121,10 @@ void bind_flight_recorder(nb::module_& m) {
       "turn_off_recorder", [] { Recorder::instance().turn_off(); },
       "Stops recording, for the calls of programs that are loaded afterwards.");
 
+  m.def(
+      "leave_parents_recorder", [] { Recorder::instance().leave_parent(); },
+      "For a child that has just been forked: it no longer shares its parent's records.");
+
   m.def("is_recording", [] { return Recorder::instance().is_on(); }, "Whether the flight recorder is on.");
 
   m.def(

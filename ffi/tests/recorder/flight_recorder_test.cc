@@ -337,6 +337,22 @@ TEST(FlightRecorder, APeerIsReadAfterItsDeath) {
   EXPECT_EQ(recorder.read().size(), 1u);
 }
 
+TEST(FlightRecorder, AForkedChildHasRecordsOfItsOwn) {
+  Recorder& recorder = Recorder::instance();
+  run(recorder.add("the parent's call", "all_reduce", {members({0, 1}, {0, 0})}), 0, 5, 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    recorder.leave_parent();
+    const bool is_empty = recorder.read_own().records.empty() && Recorder::read_host()[getpid()].records.empty();
+    run(recorder.add("the child's call", "all_reduce", {members({0, 1}, {0, 0})}), 0, 5, 0);
+    _exit(is_empty && recorder.read_own().records.size() == 1 ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(recorder.read_own().records.back().text, "the parent's call");
+}
+
 TEST(Child, DISABLED_RecordsACallAndWaits) {
   run(Recorder::instance().add("the child's call", "all_reduce", {members({0, 1}, {0, 1})}), 0, 5, 0);
   std::printf("recorded\n");
