@@ -233,7 +233,7 @@ def traffic():
             lambda x: jax_ring.ring_ppermute(x, "i", [*within, (3, 6)]),
             (6,),
             [("jax_ring_permute", ("u32[6]",)), ("collective-permute", ("u32[6]",))],
-            24,
+            3,  # 24 by one rank of eight
         ),
         (lambda x: jax_ring.ring_ppermute(x, "i", within), (6,), [("jax_ring_permute", ("u32[6]",))], 0),
         # The places on one host and on the other are permuted differently.

@@ -369,8 +369,8 @@ def test_explanation_and_statistics():
         ("ring_all_to_all", ("float32[8,16]",), "jax_ring"),
         ("ring_broadcast", ("float32[64,2]",), "jax_ring"),
     ]
-    # In bytes that a rank sends, of 512: to one rank, 7/8 of them, and all of them.
-    assert [call.wire_bytes for call in found.collectives][:2] == [512, 448]
+    # In bytes that a rank sends on average, of 512: all of them by six ranks of eight, and 7/8 of them.
+    assert [call.wire_bytes for call in found.collectives][:2] == [384, 448]
     assert found.predicted_bytes == found.counted_bytes
     assert all("test_exchange.py" in call.call_site for call in found.collectives)
     jax_ring.statistics(reset=True)
