@@ -50,8 +50,8 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
 
     Args:
       step: a function of arrays, jitted or not. Of one that is not jitted all outputs are waited for.
-      seconds: more than the longest step takes, and than one process alone spends between two. `--watch` of the
-        launcher replaces it.
+      seconds: more than the longest step takes, and than one process alone spends between two. The least of all watched
+        functions holds for each, also for one that calls others. `--watch` of the launcher replaces it.
       on_stuck: "report", or "end": the processes that are behind are ended as well, with a failure from which
         `--max-restarts` and elastic jobs go on. `--on-stuck` of the launcher replaces it.
 

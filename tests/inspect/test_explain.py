@@ -334,10 +334,10 @@ def test_calls_that_are_joined():
 
 
 def test_the_working_directory_is_left_out_of_paths_alone(monkeypatch):
-    texts = "/work/a.py:3 (f), called at /work/data/work/b.py:4 (g)"
+    texts = "/home/a.py:3 (f), called at /home/data/home/b.py:4 (g)"
     for directory, expected in {
-        "/work": "a.py:3 (f), called at data/work/b.py:4 (g)",
-        "/": "work/a.py:3 (f), called at work/data/work/b.py:4 (g)",
+        "/home": "a.py:3 (f), called at data/home/b.py:4 (g)",
+        "/": "home/a.py:3 (f), called at home/data/home/b.py:4 (g)",
         "/elsewhere": texts,
     }.items():
         monkeypatch.setattr("os.getcwd", lambda directory=directory: directory)
