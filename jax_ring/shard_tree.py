@@ -23,9 +23,13 @@ class Node(NamedTuple):
         return Node(self.first, left), Node(self.first + left, self.size - left)
 
 
-def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
-    """The largest nodes within the given shards, from left to right."""
-    held = set(shards)
+def roots_of(num_shards: int, num_ranks: int, ranks: Iterable[int]) -> list[Node]:
+    """The largest nodes within some ranks' shards, from left to right, whose sums a fold leaves.
+
+    Rank r has the V/p shards from r * V/p on.
+    """
+    each = num_shards // num_ranks
+    held = {rank * each + i for rank in ranks for i in range(each)}
 
     def visit(node: Node) -> list[Node]:
         present = sum(shard in held for shard in range(node.first, node.first + node.size))
@@ -40,10 +44,9 @@ def maximal_nodes(num_shards: int, shards: Iterable[int]) -> list[Node]:
 def terms_of(num_shards: int, num_ranks: int, rank: int) -> tuple[Node, ...]:
     """The partial sums of rank `rank` of `num_ranks`: the largest nodes within its shards.
 
-    Its V/p shards begin at rank * V/p. There are up to 2 log2(V/p) terms; one if V/p is a power of two.
+    There are up to 2 log2(V/p) terms; one if V/p is a power of two.
     """
-    each = num_shards // num_ranks
-    return tuple(maximal_nodes(num_shards, range(rank * each, (rank + 1) * each)))
+    return tuple(roots_of(num_shards, num_ranks, (rank,)))
 
 
 def num_slots(num_shards: int, num_ranks: int) -> int:
@@ -66,22 +69,12 @@ class Term(NamedTuple):
 
 
 @cache
-def fold_of(num_shards: int, num_ranks: int, ranks: tuple[int, ...] | None = None) -> tuple[Term, ...]:
-    """The fold of some ranks' terms (by default all), as a program for a stack machine.
-
-    Terms are in the order of shards. The sums of the largest nodes are left on the stack: one for all ranks.
-    """
-    members = range(num_ranks) if ranks is None else sorted(ranks)
-    owned = [(rank, slot, node) for rank in members
+def fold_of(num_shards: int, num_ranks: int) -> tuple[Term, ...]:
+    """The fold of all ranks' terms, in the order of shards, as a program for a stack machine."""
+    owned = [(rank, slot, node) for rank in range(num_ranks)
              for slot, node in enumerate(terms_of(num_shards, num_ranks, rank))]  # fmt: skip
     after = merges_of(num_shards, [node for _, _, node in owned])
     return tuple(Term(rank, slot, merges) for (rank, slot, _), merges in zip(owned, after, strict=True))
-
-
-def roots_of(num_shards: int, num_ranks: int, ranks: Iterable[int]) -> list[Node]:
-    """The largest nodes within some ranks' shards, from left to right, whose sums a fold leaves."""
-    each = num_shards // num_ranks
-    return maximal_nodes(num_shards, (rank * each + i for rank in ranks for i in range(each)))
 
 
 def merges_of(num_shards: int, nodes: Sequence[Node]) -> list[int]:

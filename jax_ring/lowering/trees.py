@@ -30,8 +30,7 @@ class GroupTree(NamedTuple):
 
     def roots(self) -> list[shard_tree.Node]:
         """The nodes left by the fold over the group."""
-        each = self.num_shards // self.num_ranks
-        return shard_tree.maximal_nodes(self.num_shards, [rank * each + i for rank in self.ranks for i in range(each)])
+        return shard_tree.roots_of(*self)
 
 
 def trees_of(groups: Groups, options: Options) -> list[GroupTree]:

@@ -1,5 +1,6 @@
 """Runs schedules on numpy arrays, and counts steps and bytes."""
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,21 +132,15 @@ class _Ranks:
         self.inbox.setdefault(link, deque()).append(message)
 
     def receive(self, rank: int, item: Receive) -> None:
-        values = []
-        for source, chunk in item.sent():
+        own, values = self.result.outputs[rank][slice(*item.chunk)], []
+        for source in item.sources:
             if source == rank:
-                values.append(self.result.outputs[rank][slice(*chunk)])
+                values.append(own)
                 continue
             message = self.inbox[source, rank].popleft()
-            if message.chunk != chunk:
-                raise RuntimeError(f"rank {rank} expects {chunk} from {source}, which sent {message.chunk}")
+            if message.chunk != item.chunk:
+                raise RuntimeError(f"rank {rank} expects {item.chunk} from {source}, which sent {message.chunk}")
             message.folded = len(item.sources) > 1
             self.clock[rank] = max(self.clock[rank], message.sent + 1)
             values.append(message.values)
-        stack: list = []
-        for value, merges in zip(values, item.merges or (0, *[1] * (len(values) - 1)), strict=True):
-            stack.append(value)
-            for _ in range(merges):
-                right = stack.pop()
-                stack.append(self.fold(stack.pop(), right))
-        (self.result.outputs[rank][slice(*item.chunk)],) = stack
+        own[:] = functools.reduce(self.fold, values)

@@ -25,21 +25,10 @@ class Receive(NamedTuple):
 
     The receiver among the sources stands for its own value: `(left, rank)` folds the value from the left with its own,
     `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
-
-    Attributes:
-      merges: along a tree, how many partial sums on a stack are added after each source; empty in sequence.
-      offsets: of each source's elements from the chunk, for ranks with several values per element; empty without.
     """
 
     chunk: Chunk
     sources: tuple[int, ...]
-    merges: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-
-    def sent(self) -> list[tuple[int, Chunk]]:
-        """The sources, with the elements they send."""
-        offsets = self.offsets or (0,) * len(self.sources)
-        return [(source, self.chunk.moved(offset)) for source, offset in zip(self.sources, offsets, strict=True)]
 
 
 class Send(NamedTuple):

@@ -125,7 +125,7 @@ FULL = [
     r"engine/test_deadline.py::test_(names_all|names_the_group|other_programs|repeated|a_deadline)",
     # Loops over numbers of ranks, and pictures.
     r"schedule/test_schedule.py::.*\[(?!(1|2|3|5|8|12|17)\])",
-    r"schedule/test_schedule_tree.py::.*\[(?!(1|2|3|6|8|24|64)\])",
+    r"tree/test_shard_tree.py::.*\[(?!(1|2|3|6|8|24|64)\])",
     r"schedule/test_pictures.py::test_(the_animation|maps_and_curves|diagrams\[(?!ring\]))",
     r"docs/test_docs.py::test_code_runs\[docs/(?!replacing_psum)",
 ]
@@ -176,6 +176,7 @@ ONE_PAIR = [
     # Pages, messages, refused arguments, the source tree and its tables do not depend on the version.
     "docs/",
     "schedule/",
+    "tree/test_shard_tree.py",
     "package/test_(source_tree|typing|native_layout).py",
     "lowering/test_tuning.py",
     "collectives/test_arguments.py",
