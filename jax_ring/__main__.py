@@ -18,7 +18,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from jax_ring import _ffi_cpu, runtime
+from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.distributed import discovery
 from jax_ring.inspect.flight_recorder import tables_of_host
 from jax_ring.launcher import worker
@@ -86,22 +86,15 @@ def versions() -> dict[str, str]:
 def devices() -> dict[str, str]:
     try:
         default = jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # the latter where there is no GPU
+    except (RuntimeError, AssertionError) as error:  # as in _compat.devices()
         return {"default": f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}: none {error}".rstrip()}
     lines = {"default": default, "processes": str(jax.process_count())}
     for name in dict.fromkeys(("cpu", "cuda", default)):
-        found = _devices_of(name)
+        found = _compat.devices(name)
         lines[name] = f"{len(found)} x {found[0].device_kind}" if found else "none"
-    spread = _ffi_cpu.spreads_ranks(len(_devices_of("cpu")))
+    spread = _ffi_cpu.spreads_ranks(len(_compat.devices("cpu")))
     lines["cores"] = "CPU ranks are spread over them" if spread else "ranks stay where the system runs them"
     return lines
-
-
-def _devices_of(name: str) -> list:
-    try:
-        return jax.devices(name)
-    except (RuntimeError, AssertionError):
-        return []
 
 
 def native_modules() -> dict[str, str]:
@@ -154,7 +147,7 @@ def _reasons_against(platform: str) -> Iterator[str]:
                 yield f"the CUDA runtime finds no GPU ({why_none or 'there is none'})"
         if not DRIVER.exists():
             yield f"there is no NVIDIA driver ({DRIVER} does not exist)"
-    if not _devices_of(platform):
+    if not _compat.devices(platform):
         yield "JAX has no such devices"
 
 

@@ -47,8 +47,8 @@ try:
     from jax._src.shard_map import shard_map_p as shard_map_p
     from jax._src.source_info_util import user_frame as _user_frame
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
-    from jax.interpreters.partial_eval import dce_jaxpr as _dce_jaxpr
-    from jax.interpreters.partial_eval import dce_rules as _dce_rules
+    from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
+    from jax.interpreters.partial_eval import dce_rules as dce_rules
     from jaxlib import xla_client as _xla_client
 
     psum_p = _parallel.psum_p
@@ -56,7 +56,7 @@ try:
     _check_vma = _config._check_vma
     _auto_pcast = _config.auto_pcast
     _source_file_pattern = _config.hlo_source_file_canonicalization_regex
-    _skip_size_one_axes = _parallel._maybe_skip_one_sized_axes
+    skip_size_one_axes = _parallel._maybe_skip_one_sized_axes  # if JAX leaves these out of types
     _register_custom_type = _xla_client._xla.register_custom_type
     _CompileOnlyClient = _xla_client._xla.CompileOnlyPyClient
     _common_lowerings = _mlir._lowerings
@@ -75,7 +75,7 @@ try:
     _check_for_nans = _api._nan_check_posthook
     _launch = _pxla.ExecuteReplicated.__call__
     _PjitFunction = type(jax.jit(len))
-    _backends_are_initialized = _xla_bridge.backends_are_initialized
+    has_backend = _xla_bridge.backends_are_initialized  # which fixes the numbers of devices and processes
     _register_plugin_callbacks = _xla_bridge.register_plugin_callbacks
     _visible_gpus = _xla_bridge.CUDA_VISIBLE_DEVICES
     pmax_p = _parallel.pmax_p
@@ -89,20 +89,8 @@ try:
     ragged_all_to_all_p = _parallel.ragged_all_to_all_p
     # Its source is an operand. JAX 0.10 lacks it.
     pbroadcast_dynamic_p = getattr(_parallel, "pbroadcast_dynamic_p", None)
-    _lax_rules = {
-        primitive: _common_lowerings[primitive].rule
-        for primitive in (
-            psum_p,
-            pmax_p,
-            pmin_p,
-            reduce_scatter_p,
-            all_gather_p,
-            all_to_all_p,
-            ppermute_p,
-            psum_invariant_p,
-            ragged_all_to_all_p,
-        )
-    }
+    # As at import: `override_lax()` replaces them.
+    _lax_rules = {primitive: entry.rule for primitive, entry in _common_lowerings.items()}
     # Asynchronous collectives: STARTS maps each primitive that starts one to its synchronous primitive; DONES holds
     # those that wait.
     STARTS, DONES = {}, []
@@ -111,9 +99,7 @@ try:
         "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter",
     ):  # fmt: skip
         if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
-            _synchronous = STARTS[_start] = getattr(_parallel, f"{_name}_p")
-            if _synchronous in _common_lowerings:
-                _lax_rules[_synchronous] = _common_lowerings[_synchronous].rule
+            STARTS[_start] = getattr(_parallel, f"{_name}_p")
         if (_done := getattr(_parallel, f"{_name}_done_p", None)) is not None:
             DONES.append(_done)
 except (ImportError, AttributeError, KeyError) as error:
@@ -200,11 +186,6 @@ def without_vma():
 def auto_pcast() -> bool:
     """Whether JAX casts replicated operands of collectives to varying ones."""
     return _auto_pcast.value
-
-
-def skip_size_one_axes(axes: tuple) -> tuple:
-    """Drops axes of size one, if JAX leaves them out of types."""
-    return _skip_size_one_axes(axes)
 
 
 def bound_axis_sizes() -> Mapping:
@@ -466,7 +447,7 @@ def devices(platform: str) -> list:
     """JAX's devices of a platform, maybe none."""
     try:
         return jax.devices(platform)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):  # the latter where there is no GPU
         return []
 
 
@@ -549,11 +530,6 @@ LAUNCH_CODE = inspect.unwrap(_launch).__code__
 def is_callback(code: types.CodeType) -> bool:
     """Whether a function is that by which JAX's programs call Python."""
     return code.co_filename == _callback.__file__
-
-
-def has_backend() -> bool:
-    """Whether JAX has started a backend, which fixes the numbers of devices and processes."""
-    return _backends_are_initialized()
 
 
 def call_with_plugins(function: Callable[[], None]) -> None:
@@ -658,10 +634,6 @@ def place_of(equation) -> tuple:
     return equation.ctx, equation.source_info.traceback, equation.source_info.name_stack
 
 
-def is_literal(atom) -> bool:
-    return isinstance(atom, jax.extend.core.Literal)
-
-
 def is_distributed() -> bool:
     return _distributed.global_state.client is not None
 
@@ -732,12 +704,8 @@ def value_of(client, key: str) -> str | None:
 def publish_once(key: str, value: str) -> str:
     """Publishes a value unless the key has one; returns the key's value, without blocking."""
     client = distributed_client()
-    try:
-        client.key_value_set(key, value)
-    except jax.errors.JaxRuntimeError:
-        # Raises if the store is unreachable. Otherwise the key has a value.
-        return client.key_value_try_get(key)
-    return value
+    # The second raises if the store is unreachable. Otherwise the key has a value.
+    return value if put_value(client, key, value) else client.key_value_try_get(key)
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:
@@ -761,14 +729,6 @@ def register_cpu_ffi_type(name: str, registration: dict) -> None:
     Creating the client on import would fix the number of devices.
     """
     _register_custom_type(name, registration)
-
-
-def register_dead_code_rule(primitive, rule) -> None:
-    """Registers how an equation shrinks when only some outputs are used.
-
-    rule: (used_outputs, eqn), from JAX 0.12 on with the liveness of the inputs between the two.
-    """
-    _dce_rules[primitive] = rule
 
 
 def evaluate_operands_apart(primitive) -> None:
@@ -807,14 +767,9 @@ def _split_for_remat(saveable: Callable, unknown: Sequence[bool], instantiated: 
     residuals = [
         v
         for v, used, there in zip(eqn.invars, in_second, instantiated, strict=True)
-        if used and not there and not is_literal(v)
+        if used and not there and not isinstance(v, jax.extend.core.Literal)
     ]
     return first, second, list(unknown), in_second, residuals
-
-
-def dead_code_eliminated(jaxpr, used_outputs: list[bool]) -> tuple:
-    """The jaxpr for some outputs only: (jaxpr, which inputs it takes)."""
-    return _dce_jaxpr(jaxpr, used_outputs)
 
 
 def frames(eqn) -> list:

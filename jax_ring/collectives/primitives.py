@@ -69,7 +69,7 @@ def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, call.function, rules)
     _compat.evaluate_operands_apart(primitive)
-    _compat.register_dead_code_rule(primitive, _dead_code)
+    _compat.dce_rules[primitive] = _dead_code
     # Not cacheable, because a cached lowering does not know the user's source line of the call.
     mlir.register_lowering(primitive, partial(lower, call), cacheable=False)
     merge_equations.PRIMITIVES.add(primitive)
@@ -162,7 +162,8 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
 
 
 def _dead_code(used_outputs: list[bool], *rest):
-    eqn = rest[-1]
+    """How an equation shrinks when only some outputs are used."""
+    eqn = rest[-1]  # from JAX 0.12 on behind the liveness of the inputs
     if all(used_outputs):
         return used_outputs, eqn
     if not any(used_outputs):

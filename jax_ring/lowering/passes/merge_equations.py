@@ -7,7 +7,7 @@ when the first runs, become one equation. The combiner joins the rest, at more e
 from collections.abc import Hashable
 from typing import Any
 
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 
 from jax_ring import _compat
 from jax_ring.lowering.passes import combiner
@@ -87,7 +87,8 @@ def _key(equation) -> Hashable | None:
     if options.apart or options.overlap or options.num_shards is not None:
         return None
     shapes = [operand.aval.shape for operand in equation.invars]
-    if any(map(_compat.is_literal, equation.invars)) or not all(isinstance(n, int) for shape in shapes for n in shape):
+    is_constant = any(isinstance(operand, Literal) for operand in equation.invars)
+    if is_constant or not all(isinstance(n, int) for shape in shapes for n in shape):
         return None
     return equation.primitive, *equation.params.items(), equation.invars[0].aval.dtype, *_compat.place_of(equation)
 
@@ -114,7 +115,7 @@ class _Expressions:
         self._of: dict[Any, int] = {}
 
     def of(self, atom) -> Hashable:
-        return None if _compat.is_literal(atom) else self._of.get(atom, atom)
+        return None if isinstance(atom, Literal) else self._of.get(atom, atom)
 
     def note(self, equation) -> None:
         operands = [self.of(atom) for atom in equation.invars]

@@ -11,6 +11,7 @@ import hashlib
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
@@ -78,7 +79,7 @@ class _Digests:
             digests[var] = _digest("argument", str(i), str(var.aval.shape), str(var.aval.dtype))
 
         def of_atom(atom) -> str:
-            return _text_of_array(atom.val) if _compat.is_literal(atom) else digests[atom]
+            return _text_of_array(atom.val) if isinstance(atom, Literal) else digests[atom]
 
         for eqn in jaxpr.eqns:
             inputs = [of_atom(atom) for atom in eqn.invars]

@@ -25,7 +25,7 @@ def with_rules(
     if not _compat.may_have_rules(closed.jaxpr):  # JAX refuses the derivatives of such effects, too
         return evaluate(closed, operands)
     # Inputs of a function with a rule count as used.
-    jaxpr, used = _compat.dead_code_eliminated(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    jaxpr, used = _compat.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     given = [*closed.consts, *itertools.compress(operands, used)]
     # It must not close over tracers, and constants are to stay constants.
     places = [i for i, x in enumerate(given) if isinstance(x, jax.core.Tracer)]

@@ -117,7 +117,7 @@ def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[co
 
 
 def _thinned(closed, outputs, inputs):
-    thin, used = _compat.dead_code_eliminated(closed.jaxpr, [i in outputs for i in range(len(closed.out_avals))])
+    thin, used = _compat.dce_jaxpr(closed.jaxpr, [i in outputs for i in range(len(closed.out_avals))])
     operands = [
         jnp.zeros(aval.shape, aval.dtype) if x is None else x
         for x, aval, needed in zip(inputs, closed.in_avals, used, strict=True)

@@ -296,7 +296,7 @@ def _places(params, state) -> dict[int, int]:
 def _where_leaves_meet(jaxpr, output: int, n: int) -> tuple[str, str]:
     """The first equation that needs several of n gradients: on the way to an output, or anywhere."""
     for used_outputs in ([i == output for i in range(len(jaxpr.outvars))], [True] * len(jaxpr.outvars)):
-        thin, used = _compat.dead_code_eliminated(jaxpr, used_outputs)
+        thin, used = _compat.dce_jaxpr(jaxpr, used_outputs)
         found: list = []
 
         def visit(eqn, operands, results, found=found):
