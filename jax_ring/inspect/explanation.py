@@ -11,9 +11,8 @@ from jax.extend.source_info_util import summarize
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
-from jax_ring.inspect.predicted import Prediction, Predictor
+from jax_ring.inspect.predicted import Predictor
 from jax_ring.inspect.table import relative, table
-from jax_ring.inspect.wire_bytes import num_moved, wire_bytes
 from jax_ring.lowering import dispatch, override, ragged
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import KINDS, is_number
@@ -245,12 +244,7 @@ def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: 
     if options.num_shards is not None:
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]  # without slots
     num_bytes = sum(map(_num_bytes, message))
-    if _belongs_to_jax_ring(eqn):
-        predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
-    else:
-        messages = num_moved(params["perm"], len(groups[0])) if "perm" in params else 1
-        sent = wire_bytes(kind, num_bytes, [len(group) for group in groups], num_messages=messages)
-        predicted = Prediction(sent, sent, ())
+    predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
     has_options = "options" in params or (kind == "all_reduce" and "psum" in name)
     scope = str(eqn.source_info.name_stack).rsplit("/", 1)[-1].rstrip(")").rsplit("(", 1)[-1]  # of "jvp(scope)"
     return Collective(

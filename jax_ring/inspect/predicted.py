@@ -32,7 +32,7 @@ class Predictor:
         self._lowered: dict[tuple, str] = {}
 
     def predict(self, eqn: core.JaxprEqn, axis_context, platform: str) -> Prediction:
-        """Predicts a call that jax_ring lowers. axis_context: in which it is lowered."""
+        """Predicts a call. axis_context: in which it is lowered."""
         avals: list[Any] = [v.aval for v in eqn.invars]
         key = (eqn.primitive, *eqn.params.items(), *avals, axis_context, platform)
         if key not in self._lowered:
