@@ -7,7 +7,7 @@ XLA's collectives (`distributed/xla_timeouts.py`).
 
 import os
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering import override
 from jax_ring.lowering.custom_call import partitioner
@@ -24,7 +24,7 @@ def install() -> None:
     # XLA's partitioner divides arrays and then asks for the call on one device's part.
     _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
     # Equal calls are numbered in each build, and a process may build a lowered program more than once.
-    _compat.call_around_builds(runtime.count_builds)
+    _compat.call_around_builds(_ffi_cpu.count_builds)
     # Passes that need the whole lowered program.
     _compat.call_with_programs(pipeline.end_program)
     if runtime.OVERRIDE:

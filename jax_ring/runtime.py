@@ -278,8 +278,11 @@ def join_processes(process: int, token: str, publish, fetch) -> None:
 
 
 def detach_processes() -> None:
-    """Makes the engines forget other processes until `join_processes`, while no program runs."""
-    reset_groups()
+    """Makes the engines forget other processes until `join_processes`.
+
+    Call it while no program runs, before `jax.clear_caches()`. Programs compiled before fail.
+    """
+    _ffi_cpu.reset_groups()
     ffi_cuda.forget_groups()
     # These functions keep the client of the distributed runtime alive.
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
@@ -287,47 +290,6 @@ def detach_processes() -> None:
 
 def _no_other_processes(*args) -> NoReturn:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
-
-
-def abort_groups(how: Departure) -> None:
-    """Fails all calls between processes for good, here and in the others, which hear why."""
-    _ffi_cpu.abort_groups(*how)
-
-
-def reset_groups() -> None:
-    """Leaves all groups to join others; programs compiled before fail.
-
-    Call it while no program runs, before `jax.clear_caches()`.
-    """
-    _ffi_cpu.reset_groups()
-
-
-def has_groups() -> bool:
-    """Whether it has had a CPU group with others since joining them."""
-    return _ffi_cpu.has_groups()
-
-
-def await_questions(seconds: float) -> list[int]:
-    """The processes that a call waits for, whose departure `note_departure` should tell.
-
-    Waits some seconds for such a call, or until `wake_watcher`.
-    """
-    return _ffi_cpu.await_questions(seconds)
-
-
-def count_builds(change: int) -> None:
-    """change: 1 when a program begins to be compiled or loaded, -1 when it has been."""
-    _ffi_cpu.count_builds(change)
-
-
-def wake_watcher() -> None:
-    """Ends `await_questions`, for good."""
-    _ffi_cpu.end_questions()
-
-
-def note_departure(process: int, how: Departure) -> None:
-    """Tells waiting calls how a process has left."""
-    _ffi_cpu.note_departure(process, *how)
 
 
 def forget_gpu_groups() -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
@@ -92,7 +92,7 @@ def abort(how: Departure) -> None:
     # Half of a surrogate pair, as in some file names, has no UTF-8 form.
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
-    runtime.abort_groups(how)
+    _ffi_cpu.abort_groups(*how)
     if membership is not None and not membership.has_left:
         membership.has_left = True
         _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
@@ -143,7 +143,7 @@ def _at_exit() -> None:
         return
     _is_ending = True
     # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.
-    runtime.wake_watcher()
+    _ffi_cpu.end_questions()
     if _watcher is not None:
         _watcher.join(timeout=10)
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -160,7 +160,7 @@ def _wait_for_programs() -> bool:
     thread, one after the other: another one tells. Other threads' programs on single devices show by their processor
     time.
     """
-    if not runtime.has_groups():
+    if not _ffi_cpu.has_groups():
         return True
     until = time.monotonic() + 2 * runtime.timeout()
     try:
@@ -190,10 +190,10 @@ def _wait_for_programs() -> bool:
 def _answer_questions() -> None:
     """Looks for the processes that native calls wait for, until this one ends."""
     while not _is_ending:
-        for process in runtime.await_questions(seconds=60.0):
+        for process in _ffi_cpu.await_questions(seconds=60.0):
             with contextlib.suppress(Exception):  # the runtime may be shutting down
                 if how := departure_of(process):
-                    runtime.note_departure(process, how)
+                    _ffi_cpu.note_departure(process, *how)
         until = time.monotonic() + _SECONDS_BETWEEN_LOOKS
         while not _is_ending and time.monotonic() < until:
             time.sleep(0.02)

@@ -271,9 +271,9 @@ def make_mismatched_calls(folder):
             # What was compiled before fails at once.
             add, x = mapped(total, whole_mesh), values(whole_mesh)
             jax.block_until_ready(add(x))
-            jax_ring.runtime.reset_groups()
+            jax_ring._ffi_cpu.reset_groups()
             assert "it has left for another set of processes." in error_of(add, x)
-            assert not jax_ring.runtime.has_groups()
+            assert not jax_ring._ffi_cpu.has_groups()
             del add, x
     # Only the segments of the last two groups are mapped. (JAX itself leaks some threads and files of each runtime.)
     assert pathlib.Path("/proc/self/maps").read_text().count("/dev/shm/jax_ring") == 2
