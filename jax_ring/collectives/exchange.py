@@ -1,7 +1,6 @@
 """Collectives that send blocks or whole values from rank to rank: all-to-all and permutations."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TypeVar
 
 import jax
@@ -25,7 +24,7 @@ from jax_ring.collectives.axes import (
     group_size,
     num_ranks,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, fused
+from jax_ring.collectives.leaves import moved
 from jax_ring.options import integer, make_options
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -94,8 +93,7 @@ def ring_all_to_all(
             )  # fmt: skip
         return [lax.squeeze(x, [split]) for x in operands] if moves else operands
 
-    to_operand = partial(as_varying, function, axes=axes)
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, to_operand, run, dimensions)
+    return moved(function, x, axes, to_lax, run, dimensions)
 
 
 def ring_pswapaxes(x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups | None = None) -> T:
@@ -147,8 +145,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
             *operands, axes=axes, axis_index_groups=None, perm=pairs, options=options
         )
 
-    to_operand = partial(as_varying, function, axes=axes)
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), to_lax, to_operand, run)
+    return moved(function, x, axes, to_lax, run)
 
 
 def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:

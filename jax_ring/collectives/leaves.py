@@ -52,6 +52,12 @@ def fused(
     return jax.tree.unflatten(structure, leaves)
 
 
+def moved(function: str, tree, axes: tuple, namesake: Callable, run: Callable, key_of: Callable | None = None):
+    """`fused` for a collective that only moves data, and so takes random keys."""
+    left_to_lax = partial(belongs_to_lax, axes=axes, moved=True)
+    return fused(tree, left_to_lax, namesake, partial(as_varying, function, axes=axes), run, key_of)
+
+
 def bits_of_keys(x: jax.Array) -> tuple[jax.Array, Callable]:
     """The bits of random keys, with one more dimension, and the way back; else x."""
     if not _are_keys(x):

@@ -220,10 +220,7 @@ def _refuse_jvp(primals, tangents, *, function, **params):
 
 def _batch(axis_data, operands, dims, *, axes, function, **params):
     if axis_data.name not in axes:
-        rows = [
-            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-            for x, d in zip(operands, dims, strict=True)
-        ]
+        rows = [batching.bdim_at_front(x, d, axis_data.size) for x, d in zip(operands, dims, strict=True)]
         results = quantized_psum_p.bind(*rows, axes=axes, function=function, **params)
         return results, [0] * len(results)
     if len(axes) > 1:

@@ -27,7 +27,7 @@ from jax_ring.collectives.axes import (
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, counted, fused, no_namesake
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.collectives.slots import prepare
 from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.options import Algorithm, Options, Order, make_options
 
@@ -185,9 +185,9 @@ def _psum(
             "ShardSums.of."
         )
     leaves, options, finish = prepare(function, x, options, num_shards, named, groups)
-    has_slots = options.num_shards is not None
     if not axes:
-        return finish(first_terms(leaves) if has_slots else leaves)
+        return finish(leaves)
+    has_slots = options.num_shards is not None
     uneven = groups is not None and len({len(group) for group in groups}) > 1
 
     def left_to_lax(leaf):

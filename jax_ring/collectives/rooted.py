@@ -10,8 +10,8 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root, split_axes
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, no_namesake
-from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, moved, no_namesake
+from jax_ring.collectives.slots import prepare
 from jax_ring.lowering.xla.bitcasts import from_bits, to_bits
 from jax_ring.options import Algorithm, Order, make_options
 
@@ -51,7 +51,7 @@ def ring_reduce(
     check_named(function, axes)
     leaves, options, finish = prepare(function, x, options, num_shards, axes, None)
     if not axes:
-        return finish(leaves if options.num_shards is None else first_terms(leaves))
+        return finish(leaves)
     root = check_root(function, axes, root)
 
     def operand(leaf):
@@ -102,8 +102,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
             *operands, axes=axes, axis_index_groups=None, root=source, options=options
         )
 
-    to_operand = partial(as_varying, function, axes=axes)
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), to_operand, run)
+    return moved(function, x, axes, no_namesake(function), run)
 
 
 def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
@@ -158,5 +157,4 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
         broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
         return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
 
-    to_operand = partial(as_varying, function, axes=axes)
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), no_namesake(function), to_operand, run)
+    return moved(function, x, axes, no_namesake(function), run)

@@ -23,8 +23,8 @@ from jax_ring.collectives.axes import (
     refuse_groups,
     split_axes,
 )
-from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, fused, no_namesake
-from jax_ring.collectives.slots import first_terms, prepare
+from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, fused, moved, no_namesake
+from jax_ring.collectives.slots import prepare
 from jax_ring.lowering.kinds import REDUCE_SCATTER
 from jax_ring.options import Order, check_choice, make_options
 
@@ -73,9 +73,9 @@ def ring_psum_scatter(
         check_named(function, axes)
     groups = check_groups(function, axis_index_groups, axes) if axes else None
     leaves, options, finish = prepare(function, x, options, num_shards, axes, groups)
-    has_slots = options.num_shards is not None
     if not axes:
-        return finish(first_terms(leaves) if has_slots else leaves)
+        return finish(leaves)
+    has_slots = options.num_shards is not None
     size = group_size(function, axes, groups)
 
     def operand(leaf):
@@ -161,5 +161,4 @@ def ring_all_gather(
             options=options,
         )  # fmt: skip
 
-    to_operand = partial(as_varying, function, axes=axes)
-    return fused(x, partial(belongs_to_lax, axes=axes, moved=True), namesake, to_operand, run, gathered)
+    return moved(function, x, axes, namesake, run, gathered)

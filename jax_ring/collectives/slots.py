@@ -21,7 +21,8 @@ class Prepared(NamedTuple):
     """What a sum adds.
 
     Attributes:
-      leaves: a pytree of operands, with a first dimension for terms if `options.num_shards` is set.
+      leaves: a pytree of operands, with a first dimension for terms if `options.num_shards` is set; without axes, of
+        sums.
       options: of the primitive.
       finish: from the sum to the result of the call.
     """
@@ -83,12 +84,10 @@ def prepare(
         cast = [leaf.astype(_counted(dtype)) for leaf, dtype in zip(leaves, x.dtypes, strict=True)]
         return jax.tree.unflatten(structure, cast)
 
-    return Prepared(jax.tree.map(operand, x.terms), dataclasses.replace(options, num_shards=x.num_shards), finish)
-
-
-def first_terms(leaves: Any) -> Any:
-    """The sum over a single rank, which has one term."""
-    return jax.tree.map(lambda terms: terms[0], leaves)
+    leaves = jax.tree.map(operand, x.terms)
+    if not axes:  # a rank alone has one term, its sum
+        leaves = jax.tree.map(lambda terms: terms[0], leaves)
+    return Prepared(leaves, dataclasses.replace(options, num_shards=x.num_shards), finish)
 
 
 def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:

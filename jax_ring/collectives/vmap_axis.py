@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import batching
 
 from jax_ring import _compat, shard_tree
 from jax_ring.lowering.custom_call.layout import merge_dimensions, split_dimension
@@ -48,12 +49,10 @@ def psum(x, dim, size, options):
 
 
 def pmax(x, dim, size, options):
-    del size, options
     return x if dim is None else jnp.max(x, dim), None
 
 
 def pmin(x, dim, size, options):
-    del size, options
     return x if dim is None else jnp.min(x, dim), None
 
 
@@ -63,7 +62,6 @@ def psum_scatter(x, dim, size, options, *, dimension, tiled):
 
 
 def all_gather(x, dim, size, options, *, dimension, tiled):
-    del options
     if dim is None:
         stacked = jnp.broadcast_to(jnp.expand_dims(x, dimension), (*x.shape[:dimension], size, *x.shape[dimension:]))
     else:
@@ -73,8 +71,7 @@ def all_gather(x, dim, size, options, *, dimension, tiled):
 
 def all_to_all(x, dim, size, options, *, dimension, concat_dimension, tiled):
     """Member i gets block i of every member, along `concat_dimension`."""
-    del options, tiled
-    batch = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    batch = batching.bdim_at_front(x, dim, size)
     # (receiver, source, ...)
     blocks = jnp.moveaxis(split_dimension(batch, dimension + 1, size), dimension + 1, 0)
     return merge_dimensions(jnp.moveaxis(blocks, 1, concat_dimension + 1), concat_dimension + 1), 0
@@ -82,10 +79,9 @@ def all_to_all(x, dim, size, options, *, dimension, concat_dimension, tiled):
 
 def permute(x, dim, size, options, *, perm):
     """What each member receives; zeros if that is nothing."""
-    del options
     if dim is None and len(perm) == size:
         return x, None
-    batch = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    batch = batching.bdim_at_front(x, dim, size)
     sources, receivers = (np.array([pair[i] for pair in perm], np.int32) for i in (0, 1))
     return jnp.zeros_like(batch).at[receivers].set(batch[sources], unique_indices=True), 0
 
@@ -99,5 +95,4 @@ def reduce(x, dim, size, options, *, root):
 
 
 def broadcast(x, dim, size, options, *, root):
-    del size, options
     return x if dim is None else lax.index_in_dim(_compat.undivided(x, dim), root, dim, keepdims=False), None
