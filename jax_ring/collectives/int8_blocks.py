@@ -15,17 +15,10 @@ _LARGEST, _INFINITY, _NAN = 126, 127, -128
 # same whether or not the compiler fuses multiply and add.
 _CLEARED = 0x7F
 
-
-def _at_17_bits(value: float) -> np.float32:
-    """The largest float32 of 17 significant bits up to `value`."""
-    rounded = np.float32(value)
-    down = rounded if rounded <= value else np.nextafter(rounded, np.float32(0))
-    return (down.view(np.int32) & np.int32(~_CLEARED)).view(np.float32)
-
-
 # Multiples of the smallest scale, and their sums, are never subnormal: some of XLA's threads flush those to zero.
 _SMALLEST_SCALE = np.float32(2.0**-104)
-_LARGEST_SCALE = _at_17_bits(float(np.finfo(np.float32).max) / _LARGEST)
+# The largest of 17 bits with 126 * scale in range.
+_LARGEST_SCALE = np.float32(float.fromhex("0x1.041p121"))
 
 
 def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -18,18 +19,19 @@ from jax.interpreters import ad, batching, mlir
 from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
-from jax_ring.collectives.inter_host_packets import in_packets
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.distributed import discovery
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
-from jax_ring.lowering.group_tables import rank_table
-from jax_ring.lowering.hierarchical import all_reduce, wait_markers
+from jax_ring.lowering.group_tables import Groups, rank_table
+from jax_ring.lowering.hierarchical import all_reduce, wait_markers, xla_ops
+from jax_ring.lowering.hierarchical.inter_host import Crossing, Step
 from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import decompositions, ops
+from jax_ring.lowering.xla.ops import aval_of
 from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
@@ -140,6 +142,39 @@ def _keys(key_data: tuple, key_impl) -> tuple:
     return tuple(jax.random.fold_in(key, stage) for stage in (1, 2))
 
 
+def _in_packets(groups: Groups) -> Crossing:
+    """How the sum crosses hosts in parts: as packets, added by the ranks that own a part.
+
+    groups: ranks with the same shard on different hosts.
+    """
+    num_hosts, dtype = len(groups[0]), np.dtype(np.float32)
+    unit = num_hosts * int8.BLOCK  # a block for each host
+
+    def encode(x):
+        return int8.encode(x.reshape(num_hosts, -1, int8.BLOCK))
+
+    def add(received):
+        return int8.encode(int8.fold(received))
+
+    def steps(size: int) -> list[Step]:
+        shard = aval_of(dtype, size)
+        packets = aval_of(np.int8, num_hosts, size // unit, int8.PACKET)
+        total = aval_of(np.int8, *packets.shape[1:])
+        return [
+            Step(
+                lambda ctx, x: ops.inline_one(ctx, encode, x, shard), packets,
+                lambda ctx, x: xla_ops.all_to_all(groups, x), packets,
+            ),
+            Step(
+                lambda ctx, x: ops.inline_one(ctx, add, x, packets), total,
+                lambda ctx, x: xla_ops.all_gather(groups, x), packets,
+            ),
+        ]  # fmt: skip
+
+    # Twice the wire size. A step between processes takes as long for a quarter of the bytes, so use fewer steps.
+    return Crossing(dtype, dtype, steps, bytes_each=2, unit=unit)
+
+
 # ---- The primitive --------------------------------------------------------------------------------------------------
 
 # A primitive, because the hosts of the ranks are known only at lowering.
@@ -181,7 +216,7 @@ def _lower(ctx, *operands, **params):
         within_hosts = call.service.levels is not None and bool(call.levels.inter)
         if within_hosts and _can_be_cut(ctx, call.levels, params["with_error"]):
             call = call._replace(description=emitter.describe(ctx, call))
-            return [all_reduce.emit_sum(call, ctx, *operands, in_packets(call.levels.inter))]
+            return [all_reduce.emit_sum(call, ctx, *operands, _in_packets(call.levels.inter))]
     steps = _steps(platforms, axis_context, **params)
     return ops.inline(ctx, steps, operands, ctx.avals_in, lax_by_xla=within_hosts)
 
