@@ -4,7 +4,6 @@ Parameters are keyword arguments; a rank out of range is a ValueError. Empty mes
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step, Steps, blocks, check, relabel, without_empty
 from jax_ring.schedule.trees import Tree, double_binary_tree
@@ -155,9 +154,6 @@ def halving_doubling(num_ranks: int, num_elements: int, rank: int) -> Steps:
     return without_empty(steps)
 
 
-_cached_trees = cache(double_binary_tree)
-
-
 def _tree_steps(tree: Tree, pieces: Sequence[Chunk], rank: int) -> list[tuple[int, Step]]:
     """A rank's steps in one tree, up and down, each with its time if messages take one step."""
     node, height = tree[rank], max(node.depth for node in tree)
@@ -183,7 +179,7 @@ def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1
     halves = blocks(Chunk(0, num_elements), 2)
     timed = [
         timed_step
-        for tree, half in zip(_cached_trees(num_ranks), halves, strict=True)
+        for tree, half in zip(double_binary_tree(num_ranks), halves, strict=True)
         for timed_step in _tree_steps(tree, blocks(half, pieces), rank)
     ]
     return without_empty([step for _, step in sorted(timed, key=lambda pair: pair[0])])

@@ -1,5 +1,6 @@
 """The two binary trees of the double-tree all-reduce."""
 
+from functools import cache
 from typing import NamedTuple
 
 
@@ -39,6 +40,7 @@ def inorder_tree(num_ranks: int) -> Tree:
     return [Node(*node) for node in zip(parent, map(tuple, children), depth, strict=True)]
 
 
+@cache  # the same for all ranks
 def double_binary_tree(num_ranks: int) -> tuple[Tree, Tree]:
     """Two trees without a common inner node, so that each can carry half of a message.
 
