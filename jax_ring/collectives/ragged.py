@@ -118,21 +118,18 @@ def _jvp(primals, tangents, **params):
     return out, ring_ragged_all_to_all_p.bind(*_alike(operands, params["axes"]), **params)
 
 
-def _transpose(cotangent, operand, output, *numbers, axes, axis_index_groups, options):
+def _transpose(cotangent, operand, output, *numbers, **params):
     if type(cotangent) is ad.Zero:
         return [ad.Zero(operand.aval.to_ct_aval()), ad.Zero(output.aval.to_ct_aval()), *[None] * len(numbers)]
     input_offsets, send_sizes, output_offsets, recv_sizes = numbers
-    swap = partial(
-        ring_all_to_all, axis_name=axes, split_axis=0, concat_axis=0, axis_index_groups=axis_index_groups, tiled=True
-    )
+    axes, groups = params["axes"], params["axis_index_groups"]
+    swap = partial(ring_all_to_all, axis_name=axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
     begins = swap(output_offsets)
     to_operand = to_output = None
     if ad.is_undefined_primal(operand):
         zeros = jnp.zeros(operand.aval.shape, operand.aval.dtype)
         back = _alike([cotangent, zeros, begins, recv_sizes, swap(input_offsets), send_sizes], axes)
-        to_operand = ring_ragged_all_to_all_p.bind(
-            *back, axes=axes, axis_index_groups=axis_index_groups, options=options
-        )
+        to_operand = ring_ragged_all_to_all_p.bind(*back, **params)
     if ad.is_undefined_primal(output):
         edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[begins].add(1).at[begins + recv_sizes].add(-1)
         is_received = jnp.cumsum(edges)[:-1] > 0
@@ -140,31 +137,27 @@ def _transpose(cotangent, operand, output, *numbers, axes, axis_index_groups, op
     return [to_operand, to_output, *[None] * len(numbers)]
 
 
-def _batch(axis_data, operands, dims, *, axes, axis_index_groups, options):
-    if axis_data.name in axes:
+def _batch(axis_data, operands, dims, **params):
+    if axis_data.name in params["axes"]:
         raise NotImplementedError(
             f"ring_ragged_all_to_all over the vmap axis {axis_data.name!r}, which its namesake in jax.lax does not "
             "take either. Map the axis over devices with shard_map."
         )
     if all(dim is None for dim in dims):
-        return ring_ragged_all_to_all_p.bind(
-            *operands, axes=axes, axis_index_groups=axis_index_groups, options=options
-        ), None
+        return ring_ragged_all_to_all_p.bind(*operands, **params), None
     size = axis_data.size
     # Make the batch members consecutive rows and their slices those of one call. A rank's slices must stay together.
-    operand, output = (batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[:2], dims[:2], strict=True))
-    numbers = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[2:], dims[2:], strict=True)]
-    for i, rows in ((0, operand.shape[1]), (2, output.shape[1])):
-        numbers[i] = numbers[i] + rows * jnp.arange(size, dtype=numbers[i].dtype)[:, None]
-    num_ranks = group_size("ring_ragged_all_to_all", axes, axis_index_groups)
+    batches = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands, dims, strict=True)]
+    (operand, output), numbers = batches[:2], batches[2:]
+    for i, num_rows in ((0, operand.shape[1]), (2, output.shape[1])):
+        numbers[i] = numbers[i] + num_rows * jnp.arange(size, dtype=numbers[i].dtype)[:, None]
+    num_ranks = group_size("ring_ragged_all_to_all", params["axes"], params["axis_index_groups"])
 
     def merge_numbers(x):
         return jnp.swapaxes(x.reshape(size, num_ranks, -1), 0, 1).reshape(-1)
 
-    result = ring_ragged_all_to_all_p.bind(
-        operand.reshape(-1, *operand.shape[2:]), output.reshape(-1, *output.shape[2:]), *map(merge_numbers, numbers),
-        axes=axes, axis_index_groups=axis_index_groups, options=options,
-    )  # fmt: skip
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (operand, output)]
+    result = ring_ragged_all_to_all_p.bind(*rows, *map(merge_numbers, numbers), **params)
     return result.reshape(output.shape), 0
 
 
@@ -177,8 +170,4 @@ ring_ragged_all_to_all_p.def_impl(
 ad.primitive_jvps[ring_ragged_all_to_all_p] = _jvp
 ad.primitive_transposes[ring_ragged_all_to_all_p] = _transpose
 batching.fancy_primitive_batchers[ring_ragged_all_to_all_p] = _batch
-mlir.register_lowering(
-    ring_ragged_all_to_all_p,
-    partial(ragged.lower, _CALL),
-    cacheable=False,
-)
+mlir.register_lowering(ring_ragged_all_to_all_p, partial(ragged.lower, _CALL), cacheable=False)

@@ -179,8 +179,8 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
 def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        if axis_context is not None and _kind_of(_compat.function_name(eqn.primitive)):
-            yield _collective(eqn, axis_context, times, predictor)
+        if axis_context is not None and (kind := _kind_of(_compat.function_name(eqn.primitive))):
+            yield _collective(eqn, kind, axis_context, times, predictor)
         if axis_context is not None and eqn.primitive in decompositions.STEPS:
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
@@ -230,11 +230,8 @@ def _times_within(eqn: core.JaxprEqn, times: int | None) -> int | None:
     return times * eqn.params["length"] if eqn.primitive.name == "scan" else times
 
 
-def _collective(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Collective:
-    params = eqn.params
-    name = _compat.function_name(eqn.primitive)
-    kind = _kind_of(name)
-    assert kind is not None
+def _collective(eqn: core.JaxprEqn, kind: str, axis_context, times: int | None, predictor: Predictor) -> Collective:
+    params, name = eqn.params, _compat.function_name(eqn.primitive)
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
     groups = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
