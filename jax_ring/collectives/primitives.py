@@ -26,7 +26,7 @@ from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.passes import merge_equations
 from jax_ring.lowering.rules import lower
-from jax_ring.lowering.xla.fallback import lower_broadcast_to_xla, lower_extremum_to_xla, lower_reduce_to_xla
+from jax_ring.lowering.xla import fallback
 
 # ---- The template ---------------------------------------------------------------------------------------------------
 
@@ -181,14 +181,8 @@ def _as_varying(cotangents, params):
 
 def _own_blocks(cotangents, params):
     """The transpose of an all-gather with an invariant result: each rank slices out its block, as in JAX."""
-    axes, dimension, size, tiled = (params[name] for name in ("axes", "dimension", "axis_size", "tiled"))
-    rank = lax.axis_index(axes)
-    blocks = []
-    for ct in _as_varying(cotangents, params):
-        count = ct.shape[dimension] // size
-        block = lax.dynamic_slice_in_dim(ct, rank * count, count, dimension)
-        blocks.append(block if tiled else lax.squeeze(block, [dimension]))
-    return blocks
+    blocks = {name: params[name] for name in params if name != "options"}
+    return [fallback.own_block(ct, **blocks) for ct in _as_varying(cotangents, params)]
 
 
 def _only_on_root(cotangents, params):
@@ -216,8 +210,8 @@ _ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant
 
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
     name = f"ring_p{op}"
-    to_xla = partial(_compat.lower_as_lax if op == "sum" else partial(lower_extremum_to_xla, op), lax_primitive)
-    call = CallSpec(name, kinds.ALL_REDUCE, op, to_xla)
+    to_xla = _compat.lower_as_lax if op == "sum" else partial(fallback.lower_extremum_to_xla, op)
+    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(to_xla, lax_primitive))
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
     invariant = plain._replace(abstract_eval=_ABSTRACT_INVARIANT, transpose=transposes[1])
     return _pair(name, call, plain, invariant)
@@ -294,7 +288,7 @@ ring_ppermute_p: Primitive = _make_primitive(
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
-    CallSpec("ring_reduce", kinds.REDUCE, "sum", lower_reduce_to_xla),
+    CallSpec("ring_reduce", kinds.REDUCE, "sum", fallback.lower_reduce_to_xla),
     Rules(_compat.abstract_psum, _from_root, vmap_axis.reduce),
 )
 
@@ -305,7 +299,7 @@ _BROADCAST = Rules(
 )
 ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     "ring_broadcast",
-    CallSpec("ring_broadcast", kinds.BROADCAST, "sum", lower_broadcast_to_xla),
+    CallSpec("ring_broadcast", kinds.BROADCAST, "sum", fallback.lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
         abstract_eval=partial(_compat.with_weak_type, _ABSTRACT_INVARIANT),

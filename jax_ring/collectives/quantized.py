@@ -25,12 +25,13 @@ from jax_ring.distributed import discovery
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
-from jax_ring.lowering.group_tables import Groups, rank_table
+from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import all_reduce, wait_markers, xla_ops
 from jax_ring.lowering.hierarchical.inter_host import Crossing, Step
 from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import decompositions, ops
+from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.lowering.xla.ops import aval_of
 from jax_ring.options import Options
 
@@ -99,8 +100,7 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     """
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
-    position = lax.axis_index(axes)
-    rank, host = (jnp.asarray(rank_table(groups))[position] for groups in (levels.intra, levels.inter))
+    rank, host = (rank_in_group(axes, groups) for groups in (levels.intra, levels.inter))
     num_shards = levels.num_ranks
     intra: dict[str, Any] = {
         "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_shards, "dimension": 0, "tiled": False,

@@ -14,6 +14,7 @@ from jax_ring.collectives.axes import Groups, check_divisible, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.trees import accumulator
+from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.options import Options, integer
 
 
@@ -98,9 +99,7 @@ def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups
     in_every_slot = [jnp.broadcast_to(own_copy(ct, axes), (slots, *ct.shape)) for ct in cotangents]
     if counts.min() == slots:
         return in_every_slot
-    if groups is not None:
-        counts = counts[[rank for _, rank in sorted((i, rank) for group in groups for rank, i in enumerate(group))]]
-    used = lax.iota(np.int32, slots) < jnp.asarray(counts)[lax.axis_index(axes)]
+    used = lax.iota(np.int32, slots) < jnp.asarray(counts)[rank_in_group(axes, groups)]
     return [jnp.where(jnp.expand_dims(used, range(1, ct.ndim)), ct, jnp.zeros_like(ct)) for ct in in_every_slot]
 
 
