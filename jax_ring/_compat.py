@@ -91,18 +91,14 @@ try:
     pbroadcast_dynamic_p = getattr(_parallel, "pbroadcast_dynamic_p", None)
     # As at import: `override_lax()` replaces them.
     _lax_rules = {primitive: entry.rule for primitive, entry in _common_lowerings.items()}
-    # Asynchronous collectives: STARTS maps each primitive that starts one to its synchronous primitive; DONES holds
-    # those that wait.
-    STARTS, DONES = {}, []
-    for _name in (
-        "all_gather", "psum", "psum_invariant", "reduce_scatter", "all_to_all", "pbroadcast", "ppermute",
-        "all_gather_reduced", "unreduced_psum", "unreduced_reduce_scatter",
-    ):  # fmt: skip
-        if (_start := getattr(_parallel, f"{_name}_start_p", None)) is not None:
-            STARTS[_start] = getattr(_parallel, f"{_name}_p")
-        if (_done := getattr(_parallel, f"{_name}_done_p", None)) is not None:
-            DONES.append(_done)
-except (ImportError, AttributeError, KeyError) as error:
+    # Asynchronous collectives: each primitive that starts one, with its synchronous primitive, and those that wait.
+    STARTS = {
+        getattr(_parallel, name): getattr(_parallel, name.replace("_start_p", "_p"))
+        for name in dir(_parallel)
+        if name.endswith("_start_p")
+    }
+    DONES = [getattr(_parallel, name) for name in dir(_parallel) if name.endswith("_done_p")]
+except (ImportError, AttributeError) as error:
     raise ImportError(
         f"jax_ring does not support JAX {jax.__version__}: {error}. "
         "Upgrade jax_ring, or install a version of JAX that it was tested with (see its README)."
