@@ -247,13 +247,6 @@ def abstract_invariant(primitive, aval, **params):
     return primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
 
 
-def abstract_ppermute(aval, *, axes, axis_index_groups, perm):
-    """JAX's checks for a ppermute, and the effects of a psum over the same axes."""
-    with _check_vma(False):
-        ppermute_p.abstract_eval(aval, axis_name=axes, perm=perm)
-    return with_weak_type(abstract_psum, aval, axes=axes, axis_index_groups=axis_index_groups)
-
-
 def with_weak_type(abstract_eval: Callable, aval, **params):
     """As `abstract_eval`, of a weak type as well: the value is one of the operands."""
     out, effects = abstract_eval(aval, **params)

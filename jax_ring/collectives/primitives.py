@@ -206,6 +206,7 @@ def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> tuple[Pr
 
 
 _ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant_p)
+_ABSTRACT_MOVED = partial(_compat.with_weak_type, _compat.abstract_psum)
 
 
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
@@ -279,7 +280,7 @@ ring_ppermute_p: Primitive = _make_primitive(
     "ring_ppermute",
     CallSpec("ring_ppermute", kinds.PERMUTE, "sum", partial(_compat.lower_as_lax, _compat.ppermute_p)),
     Rules(
-        _compat.abstract_ppermute,
+        _ABSTRACT_MOVED,
         lambda cotangents, params: ring_ppermute_p.bind(*cotangents, **{**params, "perm": _inverse(params["perm"])}),
         vmap_axis.permute,
     ),
@@ -293,7 +294,7 @@ ring_reduce_p: Primitive = _make_primitive(
 )
 
 _BROADCAST = Rules(
-    partial(_compat.with_weak_type, _compat.abstract_psum),
+    _ABSTRACT_MOVED,
     lambda cotangents, params: ring_reduce_p.bind(*cotangents, **params),
     vmap_axis.broadcast,
 )
