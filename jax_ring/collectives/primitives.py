@@ -201,7 +201,10 @@ def _from_root(cotangents, params):
 # ---- The primitives -------------------------------------------------------------------------------------------------
 
 
-def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> tuple[Primitive, Primitive]:
+Pair = tuple[Primitive, Primitive]  # without and with vma tracking
+
+
+def _pair(name: str, call: CallSpec, plain: Rules, invariant: Rules) -> Pair:
     return _make_primitive(name, call, plain), _make_primitive(f"{name}_invariant", call, invariant)
 
 
@@ -209,7 +212,7 @@ _ABSTRACT_INVARIANT = partial(_compat.abstract_invariant, _compat.psum_invariant
 _ABSTRACT_MOVED = partial(_compat.with_weak_type, _compat.abstract_psum)
 
 
-def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> tuple[Primitive, Primitive]:
+def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> Pair:
     name = f"ring_p{op}"
     to_xla = _compat.lower_as_lax if op == "sum" else partial(fallback.lower_extremum_to_xla, op)
     call = CallSpec(name, kinds.ALL_REDUCE, op, partial(to_xla, lax_primitive))
@@ -219,15 +222,14 @@ def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) 
 
 
 ring_psum_p: Primitive
-ring_psum_invariant_p: Primitive
-ring_psum_p, ring_psum_invariant_p = _reduction(
+ring_psum_p, _ = PSUM = _reduction(
     "sum", _compat.psum_p, vmap_axis.psum,
     # Without vma tracking JAX makes psum its own transpose.
     (lambda cotangents, params: ring_psum_p.bind(*cotangents, **params), _as_varying),
 )  # fmt: skip
 # JAX defines no derivatives of these.
-ring_pmax_p, ring_pmax_invariant_p = _reduction("max", _compat.pmax_p, vmap_axis.pmax, (None, None))
-ring_pmin_p, ring_pmin_invariant_p = _reduction("min", _compat.pmin_p, vmap_axis.pmin, (None, None))
+PMAX = _reduction("max", _compat.pmax_p, vmap_axis.pmax, (None, None))
+PMIN = _reduction("min", _compat.pmin_p, vmap_axis.pmin, (None, None))
 
 ring_psum_scatter_p: Primitive = _make_primitive(
     "ring_psum_scatter",
@@ -247,7 +249,6 @@ _GATHER = Rules(
     added_dimensions=1,
 )
 ring_all_gather_p: Primitive
-ring_all_gather_invariant_p: Primitive
 ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     "ring_all_gather",
     CallSpec("ring_all_gather", kinds.ALL_GATHER, "sum", partial(_compat.lower_as_lax, _compat.all_gather_p)),
@@ -271,21 +272,17 @@ ring_all_to_all_p: Primitive = _make_primitive(
     ),
 )
 
-
-def _inverse(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((receiver, source) for source, receiver in perm)
-
-
 ring_ppermute_p: Primitive = _make_primitive(
     "ring_ppermute",
     CallSpec("ring_ppermute", kinds.PERMUTE, "sum", partial(_compat.lower_as_lax, _compat.ppermute_p)),
     Rules(
         _ABSTRACT_MOVED,
-        lambda cotangents, params: ring_ppermute_p.bind(*cotangents, **{**params, "perm": _inverse(params["perm"])}),
+        lambda cotangents, params: ring_ppermute_p.bind(
+            *cotangents, **{**params, "perm": tuple((receiver, source) for source, receiver in params["perm"])}
+        ),
         vmap_axis.permute,
     ),
 )
-
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",

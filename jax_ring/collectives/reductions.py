@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import Primitive
 
 # Bound here because users may replace them: `jax.lax.psum = ring_psum` is one way to use this library.
 from jax.lax import pmax as lax_pmax
@@ -15,7 +14,6 @@ from jax.lax import pmin as lax_pmin
 from jax.lax import psum as lax_psum
 
 from jax_ring import _compat
-from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import (
     AxisName,
     Groups,
@@ -26,18 +24,13 @@ from jax_ring.collectives.axes import (
     warn_of_equal_values,
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, counted, fused, no_namesake
+from jax_ring.collectives.primitives import PMAX, PMIN, PSUM, Pair
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.collectives.slots import prepare
 from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.options import Algorithm, Options, Order, make_options
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
-
-Pair = tuple[Primitive, Primitive]  # without and with vma tracking
-
-_PSUM: Pair = (primitives.ring_psum_p, primitives.ring_psum_invariant_p)
-_PMAX: Pair = (primitives.ring_pmax_p, primitives.ring_pmax_invariant_p)
-_PMIN: Pair = (primitives.ring_pmin_p, primitives.ring_pmin_invariant_p)
 
 
 def ring_psum(
@@ -139,7 +132,7 @@ def ring_pmax(
     Raises:
       TypeError: for complex numbers, which have no order.
     """
-    return _extremum("max", _PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("max", PMAX, lax_pmax, x, axis_name, axis_index_groups, algorithm)
 
 
 def ring_pmin(
@@ -151,7 +144,7 @@ def ring_pmin(
 
     As `ring_pmax`.
     """
-    return _extremum("min", _PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
+    return _extremum("min", PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 
 
 # ---- All-reduces ----------------------------------------------------------------------------------------------------
@@ -204,7 +197,7 @@ def _psum(
         return as_varying(function, leaf, named, mixed=False)
 
     def run(operands):
-        return _all_reduce(function, _PSUM, operands, named, groups, options)
+        return _all_reduce(function, PSUM, operands, named, groups, options)
 
     namesake = no_namesake(f"{function} of a ShardSums") if has_slots else to_lax
     return finish(fused(leaves, left_to_lax, namesake, operand, run))
