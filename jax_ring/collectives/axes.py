@@ -21,8 +21,6 @@ def axes_of(axis_name: AxisName) -> tuple:
 def split_axes(axes: tuple) -> tuple[tuple, tuple]:
     """Splits axes into `vmap` axes and mesh axes; only mesh axes are tracked by vma."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if set(axes).issubset(manual):
-        return (), axes
     return tuple(axis for axis in axes if axis not in manual), tuple(axis for axis in axes if axis in manual)
 
 
