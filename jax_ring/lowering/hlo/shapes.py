@@ -96,22 +96,14 @@ class Shape:
 
 def array_shape(element_type: int, dimensions: Sequence[int] = (), minor_to_major: Sequence[int] = ()) -> Shape:
     """The shape of an array of XLA's element type."""
-    layout = Message([*_list(_MINOR_TO_MAJOR, minor_to_major), wire.integer(_TAIL_ALIGNMENT, 1)])
-    static = _list(_IS_DYNAMIC, [0] * len(dimensions))
-    return Shape(
-        Message(
-            [
-                wire.integer(_ELEMENT_TYPE, element_type),
-                *_list(_DIMENSIONS, dimensions),
-                wire.data(_LAYOUT, layout),
-                *static,
-            ]
-        )
-    )
-
-
-def _list(number: int, values: Sequence[int]) -> list[wire.Field]:
-    return [wire.packed(number, values)] if values else []
+    layout = Message([wire.packed(_MINOR_TO_MAJOR, minor_to_major), wire.integer(_TAIL_ALIGNMENT, 1)])
+    fields = [
+        wire.integer(_ELEMENT_TYPE, element_type),
+        wire.packed(_DIMENSIONS, dimensions),
+        wire.data(_LAYOUT, layout),
+        wire.packed(_IS_DYNAMIC, [0] * len(dimensions)),
+    ]
+    return Shape(Message(fields))
 
 
 def tuple_shape(elements: Sequence[Shape]) -> Shape:
