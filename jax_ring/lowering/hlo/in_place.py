@@ -1,5 +1,7 @@
 """Which operands give their buffers to results, after XLA's passes."""
 
+import collections
+import functools
 from collections.abc import Callable, Sequence
 
 from jax_ring.lowering.hlo import proto, wire
@@ -37,7 +39,6 @@ class Buffers:
     def __init__(self, instructions: Sequence[Message], root: int, body_of: Callable[[int], bytes]) -> None:
         self._instructions, self._root, self._body_of = instructions, root, body_of
         self._by_id = {instruction.integer(proto.ID): instruction for instruction in instructions}
-        self._users: dict[int, list[Message]] | None = None
 
     def is_computed(self, collective: Message, index: int, operand: int) -> bool:
         """Whether an operand is no argument: others may be shared before XLA copies."""
@@ -49,19 +50,19 @@ class Buffers:
         """Whether nothing else has or reads an operand's buffer, for the result of this index."""
         return self._is_private(operand) and self._is_read(collective, index)
 
-    def _users_of(self, id_: int) -> list[Message]:
-        if self._users is None:
-            self._users = {}
-            for instruction in self._instructions:
-                for operand in instruction.integers(proto.OPERANDS):
-                    self._users.setdefault(operand, []).append(instruction)
-        return self._users.get(id_, [])
+    @functools.cached_property
+    def _users(self) -> dict[int, list[Message]]:
+        users = collections.defaultdict(list)
+        for instruction in self._instructions:
+            for operand in instruction.integers(proto.OPERANDS):
+                users[operand].append(instruction)
+        return users
 
     def _is_private(self, id_: int) -> bool:
         """Whether only the collective reads a value's buffer."""
         while True:
             instruction = self._by_id[id_]
-            if len(self._users_of(id_)) != 1 or id_ == self._root:
+            if len(self._users[id_]) != 1 or id_ == self._root:
                 return False
             if instruction.text(proto.OPCODE) != "bitcast":
                 return self._has_own_buffer(instruction, _PRODUCERS)
@@ -78,18 +79,18 @@ class Buffers:
         id_, of_tuple = instruction.integer(proto.ID), Shape(instruction.message(proto.SHAPE)).is_tuple
         if id_ == self._root:
             return False
-        users = self._users_of(id_)
+        users = [*self._users[id_]]
         if of_tuple:
             if any(user.text(proto.OPCODE) != "get-tuple-element" for user in users):
                 return False
             elements = [user for user in users if user.integer(proto.TUPLE_INDEX) == index]
             if any(each.integer(proto.ID) == self._root for each in elements):
                 return False
-            users = [user for each in elements for user in self._users_of(each.integer(proto.ID))]
+            users = [user for each in elements for user in self._users[each.integer(proto.ID)]]
         while users:
             user = users.pop()
             if user.text(proto.OPCODE) == "bitcast" and user.integer(proto.ID) != self._root:
-                users += self._users_of(user.integer(proto.ID))
+                users += self._users[user.integer(proto.ID)]
             elif not self._has_own_buffer(user, _READERS):
                 return False
         return True
