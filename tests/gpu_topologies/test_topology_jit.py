@@ -20,7 +20,8 @@ from partitioned_programs import (
 from timeline import products_beside, timeline
 
 from jax_ring import _compat, assume_hosts, override_lax, runtime
-from jax_ring.lowering.hlo import for_gpus, hook, rewrite
+from jax_ring.lowering.hlo import for_gpus, hook
+from jax_ring.lowering.hlo.program import PLATFORMS, Platform
 from jax_ring.lowering.hlo.shapes import Shape
 
 AXES = ("a", "b")
@@ -154,7 +155,7 @@ def handed_over(monkeypatch, mesh_of):
 def test_the_bits_of_xla(handed_over, monkeypatch, program, shape):
     """What the hook makes of a program for GPUs, run by the CPU engine."""
     original = handed_over(program, shape)
-    monkeypatch.setitem(rewrite.PLATFORMS, "cpu", rewrite.Platform(True, has_layouts=False, has_streams=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", Platform(True, has_layouts=False, has_streams=True))
     monkeypatch.setattr(runtime, "ASYNC_TARGETS", runtime.TARGETS)
     changed = hook.transform("cpu", original)
     assert changed is not None

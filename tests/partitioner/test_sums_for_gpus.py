@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from jaxlib import _hlo
 
-from jax_ring.lowering.hlo import for_gpus, hook, proto
+from jax_ring.lowering.hlo import collectives, for_gpus, proto
 from jax_ring.lowering.hlo.wire import Message
 
 HEAD = """
@@ -25,7 +25,7 @@ def prepared(entry: str) -> tuple[list[Message], set[str]]:
     bodies = Message.parse(module.as_serialized_hlo_module_proto()).messages(proto.COMPUTATIONS)
     by_id = {body.integer(proto.COMPUTATION_ID): body for body in bodies}
     main = next(body for body in bodies if body.text(proto.NAME) == "main")
-    changed, beside = for_gpus.prepared(main, 8, lambda id_: hook._reduction_of(by_id[id_]))
+    changed, beside = for_gpus.prepared(main, 8, lambda id_: collectives.reduction_of(by_id[id_]))
     found = changed.messages(proto.INSTRUCTIONS)
     return found, {each.text(proto.NAME) for each in found if each.integer(proto.ID) in beside}
 

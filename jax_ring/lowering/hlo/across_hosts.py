@@ -102,22 +102,21 @@ class Stead(NamedTuple):
     Attributes:
       instruction: the collective.
       num_hosts: of each group.
-      channels: unused ones, the same in all processes.
+      channels, ids: unused ones, the same in all processes.
       has_layouts: whether XLA's passes are over.
     """
 
     instruction: Message
     num_hosts: int
     channels: Iterator[int]
+    ids: Iterator[int]
     has_layouts: bool
 
 
-def computations_of(program: Message, stead: Stead, first_id: int) -> list[Message]:
+def computations_of(program: Message, stead: Stead) -> list[Message]:
     """A program's computations for another one, callees first, entry last.
 
     One with several callers is repeated, as XLA flattens programs.
-
-    first_id: from which on ids are free.
 
     Raises:
       AcrossHosts: for instructions that need XLA's passes.
@@ -127,8 +126,7 @@ def computations_of(program: Message, stead: Stead, first_id: int) -> list[Messa
 
     def copy(id_: int) -> int:
         copied = _Copied(by_id[id_], stead, copy)
-        new_id = first_id + len(copies)
-        copies.append(copied.message(new_id))
+        copies.append(copied.message(new_id := next(stead.ids)))
         return new_id
 
     copy(program.integer(_ENTRY))

@@ -8,16 +8,7 @@ import numpy as np
 from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import Pairs
 from jax_ring.lowering.hlo import proto
-from jax_ring.lowering.hlo.replica_groups import (
-    DEVICE_LIST,
-    IOTA,
-    LISTS,
-    MESH_AXES,
-    Groups,
-    Unsupported,
-    check_fields,
-    groups_of,
-)
+from jax_ring.lowering.hlo.replica_groups import ENCODINGS, Groups, Unsupported, check_fields, groups_of
 from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.kinds import Kind
@@ -28,7 +19,7 @@ _KNOWN = {
     proto.NAME, proto.OPCODE, proto.SHAPE, proto.METADATA, proto.DIMENSIONS, proto.CHANNEL, proto.ID, proto.OPERANDS,
     proto.PREDECESSORS, proto.CALLED, proto.SHARDING, proto.CONFIG, proto.FEATURE_GROUPS, proto.PAIRS,
     proto.CONSTRAIN_LAYOUT, proto.OPERAND_SHAPES, proto.BATCH_GROUPS, proto.FRONTEND, proto.USE_GLOBAL_IDS,
-    proto.STATISTICS, proto.RESULT_ACCURACY, LISTS, DEVICE_LIST, IOTA, MESH_AXES,
+    proto.STATISTICS, proto.RESULT_ACCURACY, *ENCODINGS,
 }  # fmt: skip
 
 _KINDS = {
@@ -50,6 +41,7 @@ class Collective(NamedTuple):
     """A collective that the engine can serve.
 
     Attributes:
+      instruction: the HloInstructionProto.
       opcode: of HLO.
       kind, op, groups, perm: as in a CallSpec.
       operand_ids, operands, results: ids of operands, and shapes.
@@ -57,6 +49,7 @@ class Collective(NamedTuple):
       in_tuple: whether an all-to-all has an operand and a result per rank.
     """
 
+    instruction: Message
     opcode: str
     kind: Kind
     op: str
@@ -93,7 +86,7 @@ def read(
 
     Args:
       shape_of: (an instruction's id) to its shape.
-      reduction_of: (a computation's id) to the opcode that combines its arguments; else empty.
+      reduction_of: (a computation's id) to its `reduction_of`.
       has_layouts: whether layouts are assigned, so that blocks apart in memory are copied.
 
     Raises:
@@ -127,11 +120,23 @@ def read(
     if len(dimensions) != (1 if (kind.scatters or kind.gathers) and not in_tuple else 0):
         raise Unsupported(f"it has the dimensions {dimensions}")
     call = Collective(
-        opcode, kind, op, groups, perm, operand_ids, operands, result.arrays, (*dimensions, 0)[0], in_tuple
+        instruction, opcode, kind, op, groups, perm, operand_ids, operands, result.arrays, (*dimensions, 0)[0], in_tuple
     )
     for operand, of_result in zip(operands, result.arrays, strict=True):
         _check_shapes(call, operand, of_result, has_layouts)
     return call
+
+
+def reduction_of(computation: Message) -> str:
+    """The opcode that combines a computation's arguments; else empty."""
+    instructions = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
+    root = instructions[computation.integer(proto.ROOT)]
+    operands = root.integers(proto.OPERANDS)
+    parameters = {id_ for id_, each in instructions.items() if each.text(proto.OPCODE) == "parameter"}
+    if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(proto.CALLED):
+        return ""
+    types = {each.raw(proto.SHAPE) for each in instructions.values()}
+    return root.text(proto.OPCODE) if len(types) == 1 else ""
 
 
 def _text(shape: Shape) -> str:

@@ -5,27 +5,20 @@ when a program is lowered. Every cache's key has it.
 """
 
 import hashlib
-import itertools
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn, cast
+from typing import NamedTuple, cast
 
 import jax
-import numpy as np
 from jax.extend.mlir import ir
-from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import assumed_hosts
-from jax_ring.lowering import dispatch, trees
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import attributes, operation, streams
 from jax_ring.lowering.custom_call.attributes import named
-from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
-from jax_ring.lowering.hlo.collectives import Collective
+from jax_ring.lowering.hlo.program import Program
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.hlo.wire import Message
@@ -43,13 +36,9 @@ _VERSION = "jax_ring.version"
 _ALSO_IF_DONATING, _NOT_IF_DONATING = "+", "-"
 
 # Fields of HloModuleProto, and of the messages in it.
-_NAME, _TYPE, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _STACK_FRAMES, _ATTRIBUTES = 1, 4, 7, 8, 15, 17, 19
+_TYPE, _SCHEDULE, _ALIASES, _DEVICE_ASSIGNMENT, _ATTRIBUTES = 4, 7, 8, 15, 19
 _RESULT = 2  # of the program's type
 _REPLICAS, _PARTITIONS, _DEVICE_IDS = 1, 3, 1
-_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES = 1, 2, 3, 4
-_LOCATION_FILE, _LOCATION_FUNCTION, _LOCATION_LINE = 1, 2, 3
-_KEY, _VALUE = 1, 2
-_OP_NAME, _STACK_FRAME = 2, 15  # of OpMetadata
 
 
 class _Devices(NamedTuple):
@@ -113,7 +102,7 @@ def transform(platform: str, program: bytes) -> bytes | None:
     value = _mark_of(module)
     if value is None:
         return None
-    name = module.text(_NAME)
+    name = module.text(proto.NAME)
     try:
         return _replace(module, name, value, platform)
     except RuntimeError:
@@ -136,99 +125,12 @@ class _Forbidden(NotImplementedError):
 
 
 def _mark_of(module: Message) -> str | None:
-    for entry in module.message(_ATTRIBUTES).messages(1):
-        if entry.text(_KEY) == _MARK:
-            return entry.text(_VALUE)
-    return None
-
-
-class _Program(NamedTuple):
-    """What a program's calls share.
-
-    Attributes:
-      name: between processes.
-      platform: "cpu" or "cuda".
-      order: of sums.
-      mesh: of its devices, as partitions.
-      stack_frames: the lists of the StackFrameIndexProto, by field, read once.
-      added: with steps across hosts, or a call on another stream.
-      channels: unused ones.
-    """
-
-    name: str
-    platform: str
-    order: Order
-    mesh: jax.sharding.Mesh
-    stack_frames: dict[int, list[bytes]]
-    computations: list[Message]
-    added: list[Message]
-    channels: "itertools.count[int]"
-
-    def serve(self, call: Collective, instruction: Message, is_beside: bool) -> rewrite.EngineCall | int:
-        """The engine's call, or the computation of a call across hosts."""
-        context = _compat.SPMDAxisContext(self.mesh, frozenset(self.mesh.axis_names))
-        spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
-        if spec.is_sum:
-            spec = spec._replace(options=spec.options.of_sum(self.order))
-        service = dispatch.who_serves((self.platform,), context, spec.groups, spec.kind, spec.options, spec.perm)
-        if service.levels is None:
-            raise across_hosts.AcrossHosts(service.why_not)
-        shapes, channel = list(map(str, call.operands)), instruction.integer(proto.CHANNEL)
-        described = Description(call.opcode, shapes, len(shapes), f"channel {channel} of XLA's partitioner")
-        spec = spec._replace(service=service, description=described)
-        if service.levels.inter:
-            return self._steps(spec, call, instruction)
-        if call.in_tuple and self.platform == "cpu" and service.levels.num_processes == 1:
-            spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
-        if spec.adds_along_tree:
-            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
-        with mlir.make_ir_context(), ir.Location.unknown():
-            name = self.name if self.platform == "cpu" else ""  # GPUs meet by the order of calls in their lane
-            shared = attributes.attributes_of(spec, self.mesh, name, streams.LANES[is_beside])
-            site = self._site_of(instruction)
-            config = operation.config(attributes.named(shared), site, call=ir.StringAttr.get(described))
-            return rewrite.EngineCall(str(config), spec.blocks_apart)
-
-    def _steps(self, spec: CallSpec, call: Collective, instruction: Message) -> int:
-        """Adds a call's computations across hosts; returns the callee's id."""
-        shapes, _ = across_hosts.shapes_of(call)
-        steps = across_hosts.lowered(spec, shapes, self.mesh, self.name, self._site_of(instruction), self.platform)
-        stead = across_hosts.Stead(
-            instruction, spec.levels.num_hosts, self.channels, rewrite.PLATFORMS[self.platform].has_layouts
-        )
-        self.added.extend(across_hosts.computations_of(steps, stead, self._next_id()))
-        return self.added[-1].integer(proto.COMPUTATION_ID)
-
-    def _next_id(self) -> int:
-        return 1 + max(each.integer(proto.COMPUTATION_ID) for each in (*self.computations, *self.added))
-
-    def add(self, make: Callable[[int], Message]) -> int:
-        id_ = self._next_id()
-        self.added.append(make(id_))
-        return id_
-
-    def _site_of(self, instruction: Message) -> str:
-        """The user's line of an instruction, or its name."""
-        metadata = instruction.message(proto.METADATA)
-        frame = metadata.integer(_STACK_FRAME)
-        if not frame:
-            return metadata.text(_OP_NAME)
-        index = self.stack_frames
-        location = Message.parse(index[_LOCATIONS][Message.parse(index[_FRAMES][frame - 1]).integer(1) - 1])
-        file = index[_FILES][location.integer(_LOCATION_FILE) - 1].decode()
-        function = index[_FUNCTIONS][location.integer(_LOCATION_FUNCTION) - 1].decode()
-        return f"{file}:{location.integer(_LOCATION_LINE)} ({function})"
+    return module.message(_ATTRIBUTES).mapping(1).get(_MARK)
 
 
 def _replace(module: Message, name: str, value: str, platform: str) -> bytes | None:
-    bodies = dict(
-        zip(
-            [i for i, field in enumerate(module.fields) if field[0] == proto.COMPUTATIONS],
-            module.each(proto.COMPUTATIONS),
-            strict=True,
-        )
-    )
-    if not any(map(collectives.may_hold_any, bodies.values())):
+    bodies = module.each(proto.COMPUTATIONS)
+    if not any(map(collectives.may_hold_any, bodies)):
         return None
 
     def refuse(instruction: Message | None, why: Unsupported) -> None:
@@ -243,84 +145,56 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         logger.info("%s of %s is left to XLA: %s", what, name, why)
 
     order, _, named = value[1:].partition(" ")  # written by `mark`
-    found = _elsewhere.get(named) or _Devices({device.id: device for device in _compat.devices(platform)}, None)
-    devices, why_not = _devices_of(module, found.by_id)
-    if not why_not and module.raw(_ALIASES) and value[0] == _NOT_IF_DONATING:
-        why_not = (
-            "it donates buffers, which this version of JAX forgets if the program is changed. "
-            "override_lax(partitioner=True) replaces them all the same"
-        )
-    if not why_not and any(x.memory_space for x in Shape(module.message(_TYPE).message(_RESULT)).arrays):
-        why_not = "a result is not in the device's own memory, which JAX forgets if the program is changed"
-    if why_not:
-        refuse(None, Unsupported(why_not))
+    known = _elsewhere.get(named) or _Devices({device.id: device for device in _compat.devices(platform)}, None)
+    try:
+        devices = _devices_of(module, known.by_id)
+        _check_results(module, may_forget_aliases=value[0] == _ALSO_IF_DONATING)
+    except Unsupported as why:
+        refuse(None, why)
         return None
-    computations = {i: Message.parse(data) for i, data in bodies.items()}
-    numbers = {computation.integer(proto.COMPUTATION_ID): i for i, computation in computations.items()}
-    index = module.message(_STACK_FRAMES)
-    program = _Program(
-        named, platform, cast(Order, order), jax.sharding.Mesh(np.array(devices), "partition"),
-        {field: index.each(field) for field in (_FILES, _FUNCTIONS, _LOCATIONS, _FRAMES)}, list(computations.values()),
-        [], itertools.count(1 + max(map(_last_channel, computations.values()))),
-    )  # fmt: skip
-    environment = rewrite.Environment(
-        rewrite.PLATFORMS[platform], len(devices), program.serve, lambda id_: _reduction_of(computations[numbers[id_]]),
-        lambda id_: bodies[numbers[id_]], program.add,
-    )  # fmt: skip
-    on_streams = {
-        called
-        for i, data in bodies.items()
-        if streams.ANNOTATION.encode() in data
-        for each in computations[i].messages(proto.INSTRUCTIONS)
-        if streams.ANNOTATION.encode() in each.raw(proto.FRONTEND)
-        for called in each.integers(proto.CALLED)
-    }
-    fields, is_changed = list(module.fields), False
-    with assumed_hosts.assuming(found.hosts):
-        for i, data in bodies.items():
-            if not collectives.may_hold_any(data):
-                continue
-            of_computation = environment
-            if computations[i].integer(proto.COMPUTATION_ID) in on_streams:
-                of_computation = environment._replace(serve=_refuse_stream)
-            if (replaced := rewrite.Computation(computations[i], of_computation).replace(refuse)) is not None:
-                fields[i], is_changed = wire.data(proto.COMPUTATIONS, replaced), True
-    fields[min(bodies) : min(bodies)] = [wire.data(proto.COMPUTATIONS, each) for each in program.added]
-    return Message(fields).to_bytes() if is_changed else None
+    program = Program(module, named, platform, devices, cast(Order, order))
+    with assumed_hosts.assuming(known.hosts):
+        changed = [_replaced(id_, program, refuse) for id_ in program.bodies]
+    if changed == bodies:
+        return None
+    computations = [wire.data(proto.COMPUTATIONS, each) for each in (*program.added, *changed)]
+    return Message([*module.without(proto.COMPUTATIONS), *computations]).to_bytes()
 
 
-def _refuse_stream(*_) -> NoReturn:
-    # It would share a lane with calls that may run at the same time.
-    raise Unsupported("it is on a GPU stream of compute_on, where calls in a shard_map alone have a lane")
+def _replaced(id_: int, program: Program, refuse: Callable) -> Message | bytes:
+    """A computation with calls for collectives, or as it is."""
+    body = program.bodies[id_]
+    if not collectives.may_hold_any(body):
+        return body
+    return rewrite.Computation(program.computations[id_], program).replace(refuse) or body
 
 
-def _last_channel(computation: Message) -> int:
-    return max(each.integer(proto.CHANNEL) for each in computation.messages(proto.INSTRUCTIONS))
+def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> list[jax.Device]:
+    """The partitions' devices.
 
-
-def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> tuple[list, str]:
-    """The partitions' devices, or why they cannot be served."""
+    Raises:
+      Unsupported: if the engine cannot serve them.
+    """
     assignment = module.message(_DEVICE_ASSIGNMENT)
     ids = [partition.integers(_DEVICE_IDS) for partition in assignment.messages(_PARTITIONS)]
     if module.raw(_SCHEDULE):
-        return [], "it is scheduled already"
+        raise Unsupported("it is scheduled already")
     if not ids or assignment.integer(_REPLICAS, 1) != 1 or any(len(of_partition) != 1 for of_partition in ids):
-        return [], "it has replicas, or no known devices"
-    if unknown := [of_partition[0] for of_partition in ids if of_partition[0] not in by_id]:
-        return [], f"its devices {unknown} are not there"
-    return [by_id[of_partition[0]] for of_partition in ids], ""
+        raise Unsupported("it has replicas, or no known devices")
+    if unknown := [id_ for (id_,) in ids if id_ not in by_id]:
+        raise Unsupported(f"its devices {unknown} are not there")
+    return [by_id[id_] for (id_,) in ids]
 
 
-def _reduction_of(computation: Message) -> str:
-    """The opcode that combines a computation's arguments; else empty."""
-    instructions = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
-    root = instructions[computation.integer(proto.ROOT)]
-    operands = root.integers(proto.OPERANDS)
-    parameters = {id_ for id_, each in instructions.items() if each.text(proto.OPCODE) == "parameter"}
-    if len(instructions) != 3 or len(operands) != 2 or parameters != set(operands) or root.integers(proto.CALLED):
-        return ""
-    types = {each.raw(proto.SHAPE) for each in instructions.values()}
-    return root.text(proto.OPCODE) if len(types) == 1 else ""
+def _check_results(module: Message, may_forget_aliases: bool) -> None:
+    """Refuses a program of which JAX would forget something if it is changed."""
+    if module.raw(_ALIASES) and not may_forget_aliases:
+        raise Unsupported(
+            "it donates buffers, which this version of JAX forgets if the program is changed. "
+            "override_lax(partitioner=True) replaces them all the same"
+        )
+    if any(x.memory_space for x in Shape(module.message(_TYPE).message(_RESULT)).arrays):
+        raise Unsupported("a result is not in the device's own memory, which JAX forgets if the program is changed")
 
 
 _lock = threading.Lock()

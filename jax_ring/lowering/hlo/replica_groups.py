@@ -10,7 +10,7 @@ from jax_ring.lowering.hlo.wire import Message
 Groups = tuple[tuple[int, ...], ...]
 
 # Fields of HloInstructionProto, and of the messages in them.
-LISTS, DEVICE_LIST, IOTA, MESH_AXES = 49, 87, 92, 93
+ENCODINGS = LISTS, DEVICE_LIST, IOTA, MESH_AXES = 49, 87, 92, 93
 _LIST_IDS = 1
 _DEVICE_LIST_LISTS, _DEVICE_LIST_IOTA = 1, 2
 _IOTA_NUM_GROUPS, _IOTA_GROUP_SIZE, _IOTA_RESHAPE, _IOTA_TRANSPOSE = 1, 2, 3, 4
@@ -31,7 +31,7 @@ def groups_of(instruction: Message, num_partitions: int) -> Groups:
     Raises:
       Unsupported: for an unknown encoding, several, or groups that do not divide the partitions.
     """
-    encodings = instruction.field_numbers() & {LISTS, DEVICE_LIST, IOTA, MESH_AXES}
+    encodings = instruction.field_numbers() & set(ENCODINGS)
     if len(encodings) > 1:
         raise Unsupported(f"its groups are encoded in fields {sorted(encodings)}")
     if MESH_AXES in encodings:

@@ -3,12 +3,13 @@
 https://protobuf.dev/programming-guides/encoding
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5  # wire types
 _SIZES = {_FIXED_64: 8, _FIXED_32: 4}
 _MASK = (1 << 64) - 1
+_KEY, _VALUE = 1, 2  # of a map's entry
 
 Value = int | bytes
 Field = tuple[int, int, Value]  # number, wire type, value
@@ -100,6 +101,10 @@ class Message:
     def messages(self, number: int) -> "list[Message]":
         return [Message.parse(data) for data in self.each(number)]
 
+    def mapping(self, number: int) -> dict[str, str]:
+        """A map of texts."""
+        return {entry.text(_KEY): entry.text(_VALUE) for entry in self.messages(number)}
+
     def integers(self, number: int) -> list[int]:
         """A list of integers, packed or not."""
         found: list[int] = []
@@ -131,6 +136,10 @@ def packed(number: int, values: Iterable[int]) -> Field:
     for value in values:
         _write_varint(out, value)
     return number, _BYTES, bytes(out)
+
+
+def mapping(number: int, texts: Mapping[str, str]) -> list[Field]:
+    return [data(number, Message([data(_KEY, key), data(_VALUE, value)])) for key, value in texts.items()]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
