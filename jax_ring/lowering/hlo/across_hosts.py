@@ -25,6 +25,7 @@ from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.state import state_of
+from jax_ring.lowering.xla.ops import aval_of
 
 _ENTRY = 6  # a field of HloModuleProto
 
@@ -40,15 +41,11 @@ _steps_p = Primitive("jax_ring_across_hosts")
 _steps_p.multiple_results = True
 
 
-@_steps_p.def_abstract_eval
-def _types_of_results(*avals, call: CallSpec, **_) -> list:
-    if call.kind.scatters == call.kind.gathers:
-        return list(avals)
-    of_blocks = (lambda shape: shape[1:]) if call.kind.scatters else (lambda shape: (call.axis_size, *shape))
-    return [aval.update(shape=of_blocks(aval.shape)) for aval in avals]
+_steps_p.def_abstract_eval(lambda *_, results, **params: list(results))
 
 
-def _lower_steps(ctx, *operands, call: CallSpec, program: str, site: str) -> Sequence:
+def _lower_steps(ctx, *operands, call: CallSpec, program: str, site: str, results) -> Sequence:
+    del results  # are in ctx
     state = state_of(ctx)
     state.program, state.site = program, site
     return other_collectives.emit(call, ctx, operands)
@@ -74,7 +71,9 @@ def _flat(shape: Shape, num_blocks: int) -> Shape:
     return shape.like([num_blocks, size // num_blocks], [1, 0]) if num_blocks else shape.like([size], [0])
 
 
-def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: str, platform: str) -> Message:
+def lowered(
+    call: CallSpec, shapes: tuple[list[Shape], list[Shape]], mesh, program: str, site: str, platform: str
+) -> Message:
     """The HloModuleProto of a call's steps.
 
     Args:
@@ -82,9 +81,9 @@ def lowered(call: CallSpec, shapes: Sequence[Shape], mesh, program: str, site: s
       program: the calling program's name between processes.
       site: the user's line.
     """
-    steps = partial(_steps_p.bind, call=call, program=program, site=site)
+    operands, results = [[aval_of(shape.dtype, *shape.dimensions) for shape in each] for each in shapes]
+    steps = partial(_steps_p.bind, call=call, program=program, site=site, results=tuple(results))
     context = _compat.SPMDAxisContext(mesh, frozenset(mesh.axis_names))
-    operands = [jax.ShapeDtypeStruct(shape.dimensions, shape.dtype) for shape in shapes]
     # A thread of XLA lacks the settings of the lowering thread.
     with for_xla(), jax.enable_x64(True):
         (equation,) = jax.make_jaxpr(steps)(*operands).eqns

@@ -135,7 +135,7 @@ class Program:
 
     def _add_steps(self, spec: CallSpec, call: Collective, site: str) -> int:
         """Adds a call's computations across hosts; returns the callee's id."""
-        shapes, _ = across_hosts.shapes_of(call)
+        shapes = across_hosts.shapes_of(call)
         steps = across_hosts.lowered(spec, shapes, self._mesh, self._name, site, self._platform_name)
         stead = across_hosts.Stead(
             call.instruction, spec.levels.num_hosts, self._channels, self._ids, self.platform.has_layouts
