@@ -23,7 +23,7 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
       groups: of mesh positions.
       avals_in, avals_out: of operands and results.
     """
-    processes = _processes_of(ctx, groups, [*avals_in, *avals_out])
+    processes = _processes_of(ctx, groups)
     if processes is None:
         return emit(operands)
     xla_timeouts.watch(sorted({processes[i] for group in groups for i in group}))
@@ -41,16 +41,15 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
 
 def are_enclosed(ctx, groups: topology.Groups) -> bool:
     """Whether `enclose` marks collectives in these groups."""
-    return _processes_of(ctx, groups, ()) is not None
+    return _processes_of(ctx, groups) is not None
 
 
-def _processes_of(ctx, groups: topology.Groups, avals) -> list[int] | None:
+def _processes_of(ctx, groups: topology.Groups) -> list[int] | None:
     """By mesh position, its process; None if not worth marking."""
     if jax.process_count() == 1 or dispatch.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
         return None
     axis_context = ctx.module_context.axis_context
-    is_symbolic = not all(isinstance(n, int) for aval in avals for n in aval.shape)
-    if is_symbolic or not isinstance(axis_context, _compat.SPMDAxisContext):
+    if not isinstance(axis_context, _compat.SPMDAxisContext):
         return None
     mesh = axis_context.mesh
     has_automatic_axes = set(mesh.axis_names) != set(axis_context.manual_axes)
