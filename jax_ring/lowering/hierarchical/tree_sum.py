@@ -6,7 +6,6 @@ They are added along the tree, in an order independent of hosts, and rounded. Al
 jax_ring within them distribute the result. If the sums are small, each gets them whole, and XLA gathers nothing.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,16 +19,13 @@ from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.hierarchical import ranks_by_host, xla_ops
+from jax_ring.lowering.hierarchical.all_reduce import from_shards
+from jax_ring.lowering.hierarchical.inter_host import shard_size
 from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
-
-
-def part_size(num_elements: int, num_ranks: int, num_hosts: int) -> int:
-    """The elements of a rank's part of its host's shard; the last parts are padded."""
-    return math.ceil(num_elements / (num_ranks * num_hosts))
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
@@ -41,7 +37,8 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
     wide = trees.accumulator(dtype)
-    sizes = [aval.size if scatters else part_size(aval.size, num_ranks, num_hosts) for aval in ctx.avals_out]
+    # The elements of a rank's part of its host's shard.
+    sizes = [aval.size if scatters else shard_size(aval.size, num_ranks * num_hosts) for aval in ctx.avals_out]
     roots = [aval_of(wide, hosts.num_roots, num_hosts * size) for size in sizes]
     num_bytes = sum(aval.size for aval in roots) * wide.itemsize
     copies = not scatters and exchanges.are_copied(call.service.engine, levels, num_bytes)
@@ -76,10 +73,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         values, _ = steps.inter(partial(xla_ops.all_gather, levels.inter), values, added=(num_hosts,))
         values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values, dtype)
     values = steps.intra(ALL_GATHER, values, [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes])
-    return [
-        ops.inline_one(ctx, partial(_unpadded, shape=aval.shape), x, full)
-        for x, full, aval in zip(values.values, values.avals, ctx.avals_out, strict=True)
-    ]
+    return [from_shards(x, aval) for x, aval in zip(values.values, ctx.avals_out, strict=True)]
 
 
 # ---- The steps, as functions of a rank's values ---------------------------------------------------------------------
@@ -88,7 +82,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtype) -> jax.Array:
     """An all-reduce's operand by slot, rank of a host, and element of its shard."""
     flat = x.astype(dtype).reshape(*lead, -1)
-    size = part_size(flat.shape[-1], num_ranks, num_hosts) * num_hosts
+    size = shard_size(flat.shape[-1], num_ranks * num_hosts) * num_hosts
     padded = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, num_ranks * size - flat.shape[-1])])
     return padded.reshape(*lead, num_ranks, size)
 
@@ -123,7 +117,3 @@ def _fold_roots(*received: jax.Array, layout: tuple[trees.GroupTree, ...], wide,
         return total.astype(dtype)
 
     return list(map(fold, received))
-
-
-def _unpadded(x: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
