@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring.lowering import kinds
+from jax_ring.lowering import kinds, trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host, tree_sum, xla_ops
-from jax_ring.lowering.hierarchical.inter_host import fold, types_of
-from jax_ring.lowering.hierarchical.ranks_by_host import reorder
+from jax_ring.lowering.hierarchical.inter_host import fold
 from jax_ring.lowering.hierarchical.steps import Steps, Values
 from jax_ring.lowering.xla import bitcasts
 from jax_ring.lowering.xla.ops import aval_of
@@ -38,11 +37,10 @@ def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
     if call.kind is kinds.ALL_REDUCE:
         return results
-    is_root = rank_table(call.groups) == call.root
 
     def on_root(position, *totals):
         for x in totals:
-            kept = _where(is_root, position, bitcasts.to_words(x.reshape(-1)))
+            kept = _on_root(call, position, bitcasts.to_words(x.reshape(-1)))
             yield bitcasts.from_words(kept, x.dtype).reshape(x.shape)
 
     totals = Values(results, ctx.avals_out[0].dtype)
@@ -55,7 +53,7 @@ def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 def _all_gather(steps: Steps, operands: Values) -> Values:
     """Ranks gather their counterparts' operands from all hosts, then a host's ranks gather these."""
     call, dtype = steps.call, operands.dtype
-    orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
+    orders = ranks_by_host.orders_of(call.groups, call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
     values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(call.levels.num_hosts,))
     gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in values.avals]
@@ -63,7 +61,7 @@ def _all_gather(steps: Steps, operands: Values) -> Values:
 
     def finish(position, *gathered):
         for x, aval in zip(gathered, operands.avals, strict=True):
-            blocks = reorder(x.reshape(call.axis_size, x.shape[-1]), orders.from_places, group, position)
+            blocks = orders.from_places(x.reshape(call.axis_size, x.shape[-1]), position)
             blocks = bitcasts.from_words(blocks, dtype).reshape(call.axis_size, *aval.shape)
             yield layout.blocks_at(blocks, dimension=call.dimension, tiled=call.tiled)
 
@@ -74,14 +72,14 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
     """A rank gets its host's blocks for its counterparts, and exchanges them with these."""
     call, dtype = steps.call, operands.dtype
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
-    orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
+    orders = ranks_by_host.orders_of(call.groups, call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
     shapes = [layout.shape_of_blocks(aval.shape, **call.blocks) for aval in operands.avals]
 
     def arrange(position, *xs):
         for x in xs:
             blocks = bitcasts.to_words(first(x).reshape(call.axis_size, x.size // call.axis_size))
-            blocks = reorder(blocks, orders.by_place, group, position)
+            blocks = orders.by_place(blocks, position)
             yield blocks.reshape(num_ranks, num_hosts * blocks.shape[1])
 
     def by_host(x):
@@ -90,7 +88,7 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
 
     def finish(position, *received):
         for x, shape in zip(received, shapes, strict=True):
-            blocks = reorder(x.reshape(call.axis_size, x.shape[1] // num_ranks), orders.from_hosts, group, position)
+            blocks = orders.from_hosts(x.reshape(call.axis_size, x.shape[1] // num_ranks), position)
             blocks = bitcasts.from_words(blocks, dtype).reshape(shape)
             at = call.dimension if call.concat_dimension is None else call.concat_dimension
             yield layout.blocks_at(blocks, dimension=at, tiled=call.tiled)
@@ -106,14 +104,14 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
     """A rank gets its host's sums for its counterparts, exchanges them, adds in the order of hosts, and rounds once."""
     call, dtype = steps.call, operands.dtype
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
-    wide = types_of("sum", dtype).scattered
-    orders, group = ranks_by_host.orders_of(call.groups, call.levels), ranks_by_host.group_of(call.levels)
+    wide = trees.accumulator(dtype)
+    orders = ranks_by_host.orders_of(call.groups, call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
 
     def arrange(position, *xs):
         for x in xs:
             size = x.size // call.axis_size
-            blocks = reorder(first(x).reshape(call.axis_size, size), orders.by_place, group, position)
+            blocks = orders.by_place(first(x).reshape(call.axis_size, size), position)
             yield blocks.astype(wide).reshape(num_ranks, num_hosts * size)
 
     def finish(_, *received):
@@ -135,9 +133,8 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
 def _broadcast(steps: Steps, operands: Values) -> Values:
     """An all-reduce with zeros from all but the root."""
     call, dtype, avals = steps.call, operands.dtype, operands.avals
-    is_root = rank_table(call.groups) == call.root
     values = steps.run(
-        lambda position, *xs: [_where(is_root, position, bitcasts.packed(x)) for x in xs], operands, np.uint32
+        lambda position, *xs: [_on_root(call, position, bitcasts.packed(x)) for x in xs], operands, np.uint32
     )
     ctx = steps.ctx.replace(avals_in=values.avals, avals_out=values.avals)
     totals = all_reduce.emit(call._replace(kind=kinds.ALL_REDUCE), ctx, values.values)
@@ -148,9 +145,10 @@ def _broadcast(steps: Steps, operands: Values) -> Values:
     return steps.run(finish, Values(totals, values.dtype), dtype)
 
 
-def _where(table: np.ndarray, position: jax.Array, bits: jax.Array) -> jax.Array:
-    """Integers where the table says so, zeros elsewhere."""
-    return jnp.where(jnp.asarray(table)[position], bits, jnp.zeros_like(bits))
+def _on_root(call: CallSpec, position: jax.Array, bits: jax.Array) -> jax.Array:
+    """Integers on the root, zeros elsewhere."""
+    is_root = rank_table(call.groups) == call.root
+    return jnp.where(jnp.asarray(is_root)[position], bits, jnp.zeros_like(bits))
 
 
 # ---- Permutations ---------------------------------------------------------------------------------------------------
@@ -171,8 +169,7 @@ def _permute(steps: Steps, operands: Values) -> Values:
         for choices, aval in zip(by_operand, avals, strict=True):
             if not split.inter:
                 choices = (*choices, jnp.zeros_like(choices[0]))
-            which = jnp.asarray(split.which)[position]
-            chosen = lax.select_n(which, *choices) if len(choices) > 1 else choices[0]
+            chosen = lax.select_n(jnp.asarray(split.which)[position], *choices)
             yield bitcasts.from_words(chosen, dtype).reshape(aval.shape)
 
     return steps.run(finish, Values([x for each in results for x in each.values], values.dtype), dtype)

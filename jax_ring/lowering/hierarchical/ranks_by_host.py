@@ -1,5 +1,7 @@
 """Where groups' ranks lie on hosts, by rank and by mesh position."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,13 +19,8 @@ def group_of(levels: Levels) -> np.ndarray:
     return group_table(levels.intra) // np.int32(levels.num_hosts)
 
 
-def ranks_by_host(groups: Groups, levels: Levels) -> np.ndarray:
-    """Ranks by group, host and place on the host."""
-    return rank_table(groups)[np.array(levels.intra)].reshape(len(groups), levels.num_hosts, -1)
-
-
-class Blocks(NamedTuple):
-    """Orders of blocks, one per rank: by group, the old place of each new block.
+class Orders(NamedTuple):
+    """Reorders blocks, one per rank, along the leading dimension: functions of blocks and this rank's mesh position.
 
     Attributes:
       by_place: from rank order to place on a host, then host.
@@ -31,23 +28,24 @@ class Blocks(NamedTuple):
       from_hosts: from host, then place, to rank order.
     """
 
-    by_place: np.ndarray
-    from_places: np.ndarray
-    from_hosts: np.ndarray
+    by_place: Callable
+    from_places: Callable
+    from_hosts: Callable
 
 
-def orders_of(groups: Groups, levels: Levels) -> Blocks:
-    by_host = ranks_by_host(groups, levels)
+def orders_of(groups: Groups, levels: Levels) -> Orders:
+    by_host = rank_table(groups)[np.array(levels.intra)].reshape(len(groups), levels.num_hosts, -1)
     by_place = by_host.swapaxes(1, 2).reshape(len(groups), -1)
-    return Blocks(by_place, np.argsort(by_place, axis=1), np.argsort(by_host.reshape(len(groups), -1), axis=1))
+    orders = by_place, np.argsort(by_place, axis=1), np.argsort(by_host.reshape(len(groups), -1), axis=1)
+    return Orders(*(partial(_reorder, order, group_of(levels)) for order in orders))
 
 
-def reorder(blocks: jax.Array, orders: np.ndarray, group: np.ndarray, position: jax.Array) -> jax.Array:
-    """Blocks along the leading dimension in an order of `Blocks`.
+def _reorder(orders: np.ndarray, group: np.ndarray, blocks: jax.Array, position: jax.Array) -> jax.Array:
+    """Blocks in an order.
 
     Args:
+      orders: by group, the old place of each new block.
       group: by mesh position, its group's index.
-      position: this rank's mesh position.
     """
     order = orders[0]
     if (orders != order).any():
