@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import attributes, layout, operation, partitioned, partitioner, streams
 from jax_ring.lowering.custom_call.operation import Call, Description
-from jax_ring.lowering.kinds import Kind
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
 
@@ -28,13 +27,6 @@ _TAKES_POSITION = {"cpu": True, "cuda": False}
 def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
     """Emits one custom call for all operands, of the types in ctx."""
     return prepare(call, ctx)(ctx, operands)
-
-
-def emit_within_hosts(
-    ctx, operands: Sequence, call: CallSpec, kind: Kind, avals_in: Sequence, avals_out: Sequence, **changes: Any
-) -> Sequence:
-    """Emits a step of a call between each host's ranks, with these changes."""
-    return emit(ctx.replace(avals_in=avals_in, avals_out=avals_out), operands, call.within_hosts(kind, **changes))
 
 
 def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:

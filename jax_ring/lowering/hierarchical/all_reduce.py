@@ -66,16 +66,15 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
     in_parts = reduction = _Sum(ctx, call, by_all_reduce(call.op, call.levels.inter, types))
     if call.op == "sum" and types.gathered != types.scattered:  # small floats: an exchange sends fewer bytes
         in_parts = reduction._replace(crossing=by_exchange(call.levels.inter, types.gathered))
-    is_large = [reduction.is_cut(aval) for aval in ctx.avals_in]
-    whole = [i for i, large in enumerate(is_large) if not large]
+    large = [i for i, aval in enumerate(ctx.avals_in) if reduction.is_cut(aval)]
+    whole = [i for i in range(len(operands)) if i not in large]
     results: dict[int, Any] = {}
     if whole:
-        sums = reduction.of_whole([operands[i] for i in whole], [ctx.avals_in[i] for i in whole])
+        sums = _of_whole(Steps(ctx, call), [operands[i] for i in whole], [ctx.avals_in[i] for i in whole], types)
         results.update(zip(whole, sums, strict=True))
-    position = hlo.partition_id() if len(whole) < len(operands) else None
-    for i, aval in enumerate(ctx.avals_in):
-        if not is_large[i]:
-            continue
+    position = hlo.partition_id() if large else None
+    for i in large:
+        aval = ctx.avals_in[i]
         unrounded = fold_casts.unrounded(operands[i]) if in_parts.converts else None
         if unrounded is None:
             results[i], position = in_parts.in_parts(operands[i], aval, position)
@@ -84,6 +83,54 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
             total, position = in_parts.of_rounded().in_parts(unrounded, wide, position)
             results[i] = fold_casts.rounded_again(ctx, total, aval)
     return [results[i] for i in range(len(operands))]
+
+
+def _of_whole(steps: Steps, operands: Sequence, avals: Sequence, types: Types) -> list:
+    """Sums of operands that are not cut."""
+    call, num_ranks = steps.call, steps.call.levels.num_ranks
+    sizes = [shard_size(aval.size, num_ranks) for aval in avals]
+    full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
+    values = Values([to_shards(steps.ctx, x, aval) for x, aval in zip(operands, full, strict=True)], types.scattered)
+    values = steps.intra(REDUCE_SCATTER, values, [aval_of(types.scattered, size) for size in sizes])
+    crossed: dict[int, Any] = {}
+    limit = JOINED_BYTES if call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
+    for group in _crossing_together([num_ranks * size * types.crossing.itemsize for size in sizes], limit):
+        shards = Values([values.values[i] for i in group], types.scattered)
+        crossed.update(zip(group, _across(steps, shards, types).values, strict=True))
+    values = Values([crossed[i] for i in range(len(sizes))], types.gathered)
+    values = steps.intra(ALL_GATHER, values, [aval_of(types.gathered, num_ranks, size) for size in sizes])
+    return [from_shards(x, aval) for x, aval in zip(values.values, avals, strict=True)]
+
+
+def _across(steps: Steps, values: Values, types: Types) -> Values:
+    """Reduces shards over the hosts by one collective of XLA.
+
+    An all-reduce of Gloo's sends four messages and more, one after another, and XLA makes one for each operand.
+    Small shards take one message to each host: a rank sends its own to all, and reduces all in host order.
+    """
+    levels, op, engine = steps.call.levels, steps.call.op, steps.call.service.engine
+    if types.crossing != types.scattered:
+        values = steps.each(partial(encoded, op=op, types=types), values, types.crossing)
+    num_bytes = sum(aval.size for aval in values.avals) * types.crossing.itemsize
+    if exchanges.are_copied(engine, levels, num_bytes):
+        values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(types.crossing))
+        values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values, values.dtype)
+        values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+        values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values, types.crossing)
+    else:
+        values, _ = steps.inter(partial(xla_ops.all_reduce, op, levels.inter), values)
+    if types.gathered != types.crossing:
+        values = steps.each(partial(decoded, types=types), values, types.gathered)
+    return values
+
+
+def _crossing_together(num_bytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices of messages of these sizes: of those up to a limit, which cross as one, and each other one."""
+    small = [i for i, size in enumerate(num_bytes) if size <= limit]
+    return [small] * bool(small) + [[i] for i, size in enumerate(num_bytes) if size > limit]
+
+
+# ---- Sums in parts ---------------------------------------------------------------------------------------------------
 
 
 def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
@@ -125,45 +172,6 @@ class _Sum(NamedTuple):
             and len(_parts_for(aval.size, levels, self.crossing)) > 1
         )
 
-    def of_whole(self, operands: Sequence, avals: Sequence) -> list:
-        num_ranks = self.call.levels.num_ranks
-        sizes = [shard_size(aval.size, num_ranks) for aval in avals]
-        types = types_of(self.call.op, avals[0].dtype)
-        full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
-        values: Sequence = [to_shards(self.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
-        values = self._within(REDUCE_SCATTER, values, full, [aval_of(types.scattered, size) for size in sizes])
-        crossed: dict[int, Any] = {}
-        limit = JOINED_BYTES if self.call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
-        for group in _crossing_together([num_ranks * size * types.crossing.itemsize for size in sizes], limit):
-            crossed.update(zip(group, self._across([values[i] for i in group], types), strict=True))
-        values = [crossed[i] for i in range(len(values))]
-        gathered = [aval_of(types.gathered, num_ranks, size) for size in sizes]
-        values = self._within(ALL_GATHER, values, [aval_of(types.gathered, size) for size in sizes], gathered)
-        return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
-
-    def _across(self, shards: Sequence, types: Types) -> Sequence:
-        """Reduces shards over the hosts by one collective of XLA.
-
-        An all-reduce of Gloo's sends four messages and more, one after another, and XLA makes one for each operand.
-        Small shards take one message to each host: a rank sends its own to all, and reduces all in host order.
-        """
-        levels, op, steps = self.call.levels, self.call.op, Steps(self.ctx, self.call)
-        values = Values(shards, types.scattered)
-        if types.crossing != types.scattered:
-            values = steps.each(partial(encoded, op=op, types=types), values, types.crossing)
-        num_bytes = sum(aval.size for aval in values.avals) * types.crossing.itemsize
-        if exchanges.are_copied(self.call.service.engine, levels, num_bytes):
-            values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(types.crossing))
-            values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values, values.dtype)
-            values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
-            values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values, types.crossing)
-        else:
-            reduce = lambda x: xla_ops.all_reduce(self.ctx, op, levels.inter, x, types.crossing)  # noqa: E731
-            values, _ = steps.inter(reduce, values)
-        if types.gathered != types.crossing:
-            values = steps.each(partial(decoded, types=types), values, types.gathered)
-        return values.values
-
     def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
         """The sum of an operand in parts, and the position for the next operand's.
 
@@ -178,7 +186,6 @@ class _Sum(NamedTuple):
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
         steps = [self.crossing.steps(part.size // self.call.levels.num_ranks) for part in parts]
         values: list = []  # latest value of each part
-        crossed: list = []
         positions: list = []
         total: Sequence = []
 
@@ -201,10 +208,9 @@ class _Sum(NamedTuple):
             if i < len(steps[k]) - 1:
                 continue
             gathered, types = [values[k], *total], [step.after, *(result for _ in total)]
-            crossed.append((values[k], step.after))
             if k == len(parts) - 1:
-                gathered += [*(x for x, _ in crossed[:k]), *positions]
-                types += [*(aval for _, aval in crossed[:k]), *(_POSITION for _ in positions)]
+                gathered += [*values[:k], *positions]
+                types += [*(of_part[-1].after for of_part in steps[:k]), *(_POSITION for _ in positions)]
             total = self._within(ALL_GATHER, gathered, types, [result], part=parts[k])
         return from_shards(total[0], aval), position
 
@@ -217,25 +223,19 @@ class _Sum(NamedTuple):
             part = Part(0, part.size)
         types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
         shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
-        return self._within(REDUCE_SCATTER, [operand, *positions], types, [shard], part=part, rounds_to=self.rounds_to)[
-            0
-        ]
+        of_part = {"part": part, "rounds_to": self.rounds_to}
+        return self._within(REDUCE_SCATTER, [operand, *positions], types, [shard], **of_part)[0]
 
     def _within(self, kind: Kind, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
         """Emits jax_ring's collective between each host's ranks."""
-        return emitter.emit_within_hosts(self.ctx, values, self.call, kind, avals_in, avals_out, **of_part)
+        ctx = self.ctx.replace(avals_in=avals_in, avals_out=avals_out)
+        return emitter.emit(ctx, values, self.call.within_hosts(kind, **of_part))
 
     def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
         return wait_markers.enclose(
             self.ctx, values, emit, call=self.call.description, groups=self.call.levels.inter,
             avals_in=avals_in, avals_out=avals_out,
         )  # fmt: skip
-
-
-def _crossing_together(num_bytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of messages of these sizes: of those up to a limit, which cross as one, and each other one."""
-    small = [i for i, size in enumerate(num_bytes) if size <= limit]
-    return [small] * bool(small) + [[i] for i, size in enumerate(num_bytes) if size > limit]
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring.lowering import trees
 from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
 from jax_ring.lowering.xla import bitcasts, ops
@@ -34,13 +35,11 @@ def types_of(op: str, dtype) -> Types:
     all-reduce is in float32, too. Maxima and minima of floats cross as integers of the same order, because XLA's
     all-reduce drops NaNs on CPU devices.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return Types(dtype, dtype, dtype)
-    is_double = jnp.finfo(dtype).bits == 64
-    if op != "sum":
-        return Types(dtype, bitcasts.ordered_dtype(dtype), dtype)
-    accumulator = dtype if is_double else np.dtype(np.float32)
-    return Types(accumulator, accumulator, dtype)
+    if op == "sum":
+        accumulator = trees.accumulator(dtype)
+        return Types(accumulator, accumulator, dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return Types(dtype, bitcasts.ordered_dtype(dtype) if is_float else dtype, dtype)
 
 
 class Step(NamedTuple):
@@ -84,18 +83,18 @@ class Crossing(NamedTuple):
 def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
     """XLA's all-reduce. groups: ranks with one shard on different hosts."""
 
-    def all_reduce(before, after, ctx, x):
-        to = types.crossing
-        if jnp.issubdtype(before.dtype, jnp.floating) and op != "sum":
-            keys = before.update(dtype=to)
-            x = ops.inline_one(ctx, partial(bitcasts.to_ordered_integers, key_type=to, largest=op == "max"), x, before)
-            x = xla_ops.all_reduce(ctx, op, groups, x, to)
-            return ops.inline_one(ctx, partial(bitcasts.from_ordered_integers, dtype=after.dtype), x, keys)
-        return ops.convert(ctx, xla_ops.all_reduce(ctx, op, groups, x, to), after.dtype)
-
     def steps(size: int) -> list[Step]:
-        before, after = aval_of(types.scattered, size), aval_of(types.gathered, size)
-        return [Step(lambda ctx, x: x, before, partial(all_reduce, before, after), after)]
+        before, crossing, after = [aval_of(dtype, size) for dtype in types]
+
+        def cross(ctx, x):
+            if types.crossing != types.scattered:
+                x = ops.inline_one(ctx, partial(encoded, op=op, types=types), x, before)
+            x = xla_ops.all_reduce(op, groups, x)
+            if types.gathered != types.crossing:
+                x = ops.inline_one(ctx, partial(decoded, types=types), x, crossing)
+            return x
+
+        return [Step(lambda ctx, x: x, before, cross, after)]
 
     return Crossing(types.scattered, types.gathered, steps, types.crossing.itemsize)
 
@@ -139,9 +138,7 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
 
 
 def encoded(x: jax.Array, op: str, types: Types) -> jax.Array:
-    """What crosses of a shard."""
-    if types.crossing == types.scattered:
-        return x
+    """What crosses of a shard, in another dtype."""
     return bitcasts.to_ordered_integers(x, key_type=types.crossing, largest=op == "max")
 
 

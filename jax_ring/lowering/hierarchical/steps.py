@@ -45,10 +45,8 @@ class Steps(NamedTuple):
 
     def intra(self, kind: Kind, values: Values, avals_out: Sequence, **changes: Any) -> Values:
         """Emits jax_ring's collective between each host's ranks."""
-        results = emitter.emit_within_hosts(
-            self.ctx, values.values, self.call, kind, values.avals, avals_out, **changes
-        )
-        return Values(results, values.dtype)
+        ctx = self.ctx.replace(avals_in=values.avals, avals_out=avals_out)
+        return Values(emitter.emit(ctx, values.values, self.call.within_hosts(kind, **changes)), values.dtype)
 
     def inter(
         self, emit: Callable, values: Values, *, added: tuple[int, ...] = (), after: Sequence[Values] = ()

@@ -6,7 +6,6 @@ would be overridden.
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
@@ -19,8 +18,8 @@ from jax_ring.lowering.xla import ops
 _REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}
 
 
-def all_reduce(ctx, op: str, groups: Groups, x, dtype):
-    """The sum, maximum or minimum of x, of this dtype, over each group."""
+def all_reduce(op: str, groups: Groups, x):
+    """The sum, maximum or minimum of x over each group."""
     call = hlo.AllReduceOp(
         [x.type],
         [x],
@@ -28,7 +27,7 @@ def all_reduce(ctx, op: str, groups: Groups, x, dtype):
         channel_handle=_channel(),
         use_global_device_ids=True,
     )
-    scalar = mlir.aval_to_ir_type(ctx.module_context, jax.core.ShapedArray((), dtype))
+    scalar = ir.RankedTensorType.get((), ir.RankedTensorType(x.type).element_type)
     block = call.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
         hlo.return_([_REDUCERS[op](*block.arguments)])
