@@ -39,8 +39,6 @@ _WITHOUT_BUFFER = {"parameter", "constant", "call", "tuple"}
 
 _steps_p = Primitive("jax_ring_across_hosts")
 _steps_p.multiple_results = True
-
-
 _steps_p.def_abstract_eval(lambda *_, results, **params: list(results))
 
 

@@ -114,7 +114,8 @@ def read(
     in_tuple = kind is kinds.ALL_TO_ALL and result.is_tuple
     if len(operands) != len(result.arrays):
         raise Unsupported(f"it has {len(operands)} operands and {len(result.arrays)} results")
-    if in_tuple and (len(operands) != len(groups[0]) or len(set(map(_text, (*operands, *result.elements)))) > 1):
+    blocks = {f"{each}{each.minor_to_major}" for each in (*operands, *result.arrays)}
+    if in_tuple and (len(operands) != len(groups[0]) or len(blocks) > 1):
         raise Unsupported("the blocks of its operands differ")
     dimensions = instruction.integers(proto.DIMENSIONS)
     if len(dimensions) != (1 if (kind.scatters or kind.gathers) and not in_tuple else 0):
@@ -137,10 +138,6 @@ def reduction_of(computation: Message) -> str:
         return ""
     types = {each.raw(proto.SHAPE) for each in instructions.values()}
     return root.text(proto.OPCODE) if len(types) == 1 else ""
-
-
-def _text(shape: Shape) -> str:
-    return f"{shape}{shape.minor_to_major}"
 
 
 def _op_of(reduction: str, dtype) -> str:

@@ -89,7 +89,8 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
             continue
         is_single = len(each.integers(proto.OPERANDS)) == 1 and not each.integers(proto.PREDECESSORS)
         if is_single and (reduction := reduction_of(each.integers(proto.CALLED)[0])):
-            alike.setdefault((reduction, *_kind_of(each)), []).append(each)
+            key = reduction, Shape(each.message(proto.SHAPE)).element_type, *sorted(each.without(*_OWN))
+            alike.setdefault(key, []).append(each)
     next_id = 1 + max(each.integer(proto.ID) for each in instructions)
     replaced: dict[int, Message] = {}
     added = []
@@ -110,13 +111,6 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
 _OWN = {
     proto.NAME, proto.SHAPE, proto.METADATA, proto.CHANNEL, proto.ID, proto.OPERANDS, proto.CALLED, proto.STATISTICS,
 }  # fmt: skip
-
-
-def _kind_of(instruction: Message) -> tuple:
-    """What joined sums must share: all but their arrays."""
-    dtype = Shape(instruction.message(proto.SHAPE)).element_type
-    common = instruction.without(*_OWN)
-    return dtype, *sorted(common)
 
 
 def _buckets(group: Sequence[Message]) -> Iterator[list[Message]]:

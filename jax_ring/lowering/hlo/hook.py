@@ -75,9 +75,8 @@ def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Se
     meshes: of arguments and results.
     """
     attributes = module.operation.attributes
-    if platform not in _compat.PLATFORMS_WITH_HOOK or ir.IntegerAttr(attributes["mhlo.num_partitions"]).value == 1:
-        return
-    if not _is_registered(platform):
+    is_divided = ir.IntegerAttr(attributes["mhlo.num_partitions"]).value > 1
+    if platform not in _compat.PLATFORMS_WITH_HOOK or not is_divided or not _is_registered(platform):
         return
     name = _note_devices(meshes)
     if platform == "cpu" and jax.process_count() > 1:

@@ -32,13 +32,13 @@ class Buffers:
     """The buffers of a computation.
 
     Args:
+      instructions: by id.
       root: the id of its result.
       body_of: (a computation's id) to its message.
     """
 
-    def __init__(self, instructions: Sequence[Message], root: int, body_of: Callable[[int], bytes]) -> None:
-        self._instructions, self._root, self._body_of = instructions, root, body_of
-        self._by_id = {instruction.integer(proto.ID): instruction for instruction in instructions}
+    def __init__(self, instructions: dict[int, Message], root: int, body_of: Callable[[int], bytes]) -> None:
+        self._by_id, self._root, self._body_of = instructions, root, body_of
 
     def is_computed(self, collective: Message, index: int, operand: int) -> bool:
         """Whether an operand is no argument: others may be shared before XLA copies."""
@@ -53,7 +53,7 @@ class Buffers:
     @functools.cached_property
     def _users(self) -> dict[int, list[Message]]:
         users = collections.defaultdict(list)
-        for instruction in self._instructions:
+        for instruction in self._by_id.values():
             for operand in instruction.integers(proto.OPERANDS):
                 users[operand].append(instruction)
         return users

@@ -27,11 +27,10 @@ class Computation:
         if self._platform.has_streams:
             message, self._beside = for_gpus.prepared(message, program.num_partitions, program.reduction_of)
         self._message = message
-        self._instructions = message.messages(proto.INSTRUCTIONS)
-        self._by_id = {instruction.integer(proto.ID): instruction for instruction in self._instructions}
+        self._by_id = {each.integer(proto.ID): each for each in message.messages(proto.INSTRUCTIONS)}
         self._next_id = max(self._by_id) + 1
         self._hidden: list[int] = []  # operands in front of the collective's
-        self._buffers = in_place.Buffers(self._instructions, message.integer(proto.ROOT), program.bodies.__getitem__)
+        self._buffers = in_place.Buffers(self._by_id, message.integer(proto.ROOT), program.bodies.__getitem__)
         self._replaced = Message()  # the collective that is being replaced
         self._written: list[Message] = []  # what replaces it
 
@@ -55,14 +54,14 @@ class Computation:
         if self._platform.takes_position:
             self._hidden = [self._add("partition-id", array_shape(UINT32))]
         instructions: list[Message | bytes] = [*self._written]
-        for instruction, serialized in zip(self._instructions, self._message.each(proto.INSTRUCTIONS), strict=True):
-            if (found := calls.get(instruction.integer(proto.ID))) is None:
+        for id_, serialized in zip(self._by_id, self._message.each(proto.INSTRUCTIONS), strict=True):
+            if id_ not in calls:
                 instructions.append(serialized)
                 continue
-            self._replaced, self._written = instruction, []
-            self._write(*found)
+            self._replaced, self._written = self._by_id[id_], []
+            self._write(*calls[id_])
             *others, last = self._written
-            instructions += [*others, _in_place_of(instruction, last)]
+            instructions += [*others, _in_place_of(self._replaced, last)]
         fields = self._message.without(proto.INSTRUCTIONS)
         return Message([*fields, *(wire.data(proto.INSTRUCTIONS, each) for each in instructions)])
 
