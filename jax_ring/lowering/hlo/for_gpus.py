@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from jax_ring.lowering.hlo import collectives, proto, wire
@@ -162,26 +163,22 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
 def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) -> list[Message]:
     """Turns sums of which partitions take their own blocks into reduce-scatters."""
     by_id = {each.integer(proto.ID): each for each in instructions}
-    users: dict[int, list[Message]] = {}
-    for each in instructions:
-        for operand in set(each.integers(proto.OPERANDS)):
-            users.setdefault(operand, []).append(each)
+    num_readers = Counter(operand for each in instructions for operand in set(each.integers(proto.OPERANDS)))
     replaced: dict[int, Message | None] = {}
-    for each in instructions:
-        id_ = each.integer(proto.ID)
-        readers = users.get(id_, [])
-        if each.text(proto.OPCODE) != "all-reduce" or len(readers) != 1 or id_ == root:
+    for taken in instructions:
+        if taken.text(proto.OPCODE) != "dynamic-slice":
             continue
-        (taken,) = readers
-        if taken.text(proto.OPCODE) == "dynamic-slice" and taken.integers(proto.OPERANDS)[0] == id_:
-            dimension = _dimension_of_blocks(each, taken, by_id, num_partitions)
-            if dimension is not None:
-                replaced[id_] = None
-                kept = each.without(proto.SHAPE, proto.ID)
-                own = taken.only(proto.SHAPE, proto.ID)
-                scattered = [wire.data(proto.OPCODE, "reduce-scatter"), wire.packed(proto.DIMENSIONS, [dimension])]
-                replaced[taken.integer(proto.ID)] = Message([*kept, *own, *scattered])
-    found = (replaced.get(each.integer(proto.ID), each) for each in instructions)
+        total_id = taken.integers(proto.OPERANDS)[0]
+        total = by_id[total_id]
+        if total.text(proto.OPCODE) != "all-reduce" or num_readers[total_id] > 1 or total_id == root:
+            continue
+        dimension = _dimension_of_blocks(total, taken, by_id, num_partitions)
+        if dimension is not None:
+            replaced[total_id] = None
+            kept, own = total.without(proto.SHAPE, proto.ID), taken.only(proto.SHAPE, proto.ID)
+            scattered = [wire.data(proto.OPCODE, "reduce-scatter"), wire.packed(proto.DIMENSIONS, [dimension])]
+            replaced[taken.integer(proto.ID)] = Message([*kept, *own, *scattered])
+    found = (replaced.get(id_, each) for id_, each in by_id.items())
     return [each for each in found if each is not None]
 
 
