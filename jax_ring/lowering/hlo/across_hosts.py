@@ -122,8 +122,8 @@ def computations_of(program: Message, stead: Stead) -> list[Message]:
     copies: list[Message] = []
 
     def copy(id_: int) -> int:
-        copied = _Copied(by_id[id_], stead, copy)
-        copies.append(copied.message(new_id := next(stead.ids)))
+        new_id = next(stead.ids)
+        copies.append(_Copied(by_id[id_], new_id, stead, copy).message())
         return new_id
 
     copy(program.integer(_ENTRY))
@@ -133,20 +133,20 @@ def computations_of(program: Message, stead: Stead) -> list[Message]:
 class _Copied:
     """A computation with other ids, in which calls overwrite only what nothing else reads.
 
-    copy: (a callee's id) to that of another copy.
+    Args:
+      new_id: the copy's.
+      copy: (a callee's id) to that of another copy.
     """
 
-    def __init__(self, computation: Message, stead: Stead, copy: Callable[[int], int]) -> None:
-        self._computation, self._stead = computation, stead
+    def __init__(self, computation: Message, new_id: int, stead: Stead, copy: Callable[[int], int]) -> None:
+        self._computation, self._id, self._stead = computation, new_id, stead
         self._by_id = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
         self._called = {id_: list(map(copy, each.integers(proto.CALLED))) for id_, each in self._by_id.items()}
         self._uses = Counter(operand for each in self._by_id.values() for operand in each.integers(proto.OPERANDS))
         self._elements = Counter(map(_element, self._by_id.values()))
         self._last = max(map(_local, self._by_id))
-        self._id = 0
 
-    def message(self, id_: int) -> Message:
-        self._id = id_
+    def message(self) -> Message:
         replaced = {proto.NAME, proto.INSTRUCTIONS, proto.COMPUTATION_ID, proto.ROOT}
         instructions = [new for old in self._by_id.values() for new in self._written(old)]
         return Message(
@@ -168,22 +168,20 @@ class _Copied:
         if opcode in _REFUSED:
             raise AcrossHosts(f"between these hosts it would take a {opcode}")
         operands = instruction.integers(proto.OPERANDS)
-        if not self._stead.has_layouts:
-            yield self._rewritten(instruction, opcode, instruction.integer(proto.ID), operands)
-            return
-        for alias in instruction.messages(proto.ALIASES):
-            index = alias.integer(proto.ALIAS_OPERAND)
-            if not self._is_private(operands[index]):
-                self._last += 1
-                shape = self._by_id[operands[index]].message(proto.SHAPE)
-                yield self._rewritten(Message([wire.data(proto.SHAPE, shape)]), "copy", self._last, [operands[index]])
-                operands[index] = self._last
-        if opcode == "all-to-all":
-            yield from self._exchange(instruction)
-            return
-        yield self._rewritten(
-            instruction, "bitcast" if opcode == "reshape" else opcode, instruction.integer(proto.ID), operands
-        )
+        if self._stead.has_layouts:
+            if opcode == "all-to-all":
+                yield from self._exchange(instruction)
+                return
+            if opcode == "reshape":
+                opcode = "bitcast"
+            for alias in instruction.messages(proto.ALIASES):
+                index = alias.integer(proto.ALIAS_OPERAND)
+                if not self._is_private(operands[index]):
+                    self._last += 1
+                    of_shape = self._by_id[operands[index]].only(proto.SHAPE)
+                    yield self._rewritten(Message(of_shape), "copy", self._last, [operands[index]])
+                    operands[index] = self._last
+        yield self._rewritten(instruction, opcode, instruction.integer(proto.ID), operands)
 
     def _exchange(self, instruction: Message) -> Iterator[Message]:
         """An all-to-all with a block as each operand and result."""
@@ -209,17 +207,19 @@ class _Copied:
         yield self._rewritten(along, "concatenate", instruction.integer(proto.ID), _ids(parts))
 
     def _rewritten(self, instruction: Message, opcode: str, id_: int, operands: Sequence[int]) -> Message:
-        ids = {
-            proto.OPERANDS: map(self._new, operands),
-            proto.PREDECESSORS: map(self._new, instruction.integers(proto.PREDECESSORS)),
-            proto.CALLED: self._called.get(id_, ()),
-        }
-        fields = instruction.without(*_REWRITTEN)
         # With the default layout a transpose moves data; with its own layout it moves nothing.
-        fields.append(wire.data(proto.SHAPE, Shape(instruction.message(proto.SHAPE)).with_default_layout().message))
-        fields += [wire.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"), wire.data(proto.OPCODE, opcode)]
-        fields.append(wire.data(proto.METADATA, self._stead.instruction.raw(proto.METADATA)))
-        fields += [wire.integer(proto.ID, self._new(id_)), *(wire.packed(*item) for item in ids.items())]
+        shape = Shape(instruction.message(proto.SHAPE)).with_default_layout()
+        fields = [
+            *instruction.without(*_REWRITTEN),
+            wire.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"),
+            wire.data(proto.OPCODE, opcode),
+            wire.data(proto.SHAPE, shape.message),
+            wire.data(proto.METADATA, self._stead.instruction.raw(proto.METADATA)),
+            wire.integer(proto.ID, self._new(id_)),
+            wire.packed(proto.OPERANDS, map(self._new, operands)),
+            wire.packed(proto.PREDECESSORS, map(self._new, instruction.integers(proto.PREDECESSORS))),
+            wire.packed(proto.CALLED, self._called.get(id_, ())),
+        ]
         if instruction.integer(proto.CHANNEL):
             fields.append(wire.integer(proto.CHANNEL, next(self._stead.channels)))
         return Message(fields)
