@@ -155,7 +155,7 @@ def handed_over(monkeypatch, mesh_of):
 def test_the_bits_of_xla(handed_over, monkeypatch, program, shape):
     """What the hook makes of a program for GPUs, run by the CPU engine."""
     original = handed_over(program, shape)
-    monkeypatch.setitem(PLATFORMS, "cpu", Platform(True, has_layouts=False, has_streams=True))
+    monkeypatch.setitem(PLATFORMS, "cpu", Platform(True, has_layouts=False))
     monkeypatch.setattr(runtime, "ASYNC_TARGETS", runtime.TARGETS)
     changed = hook.transform("cpu", original)
     assert changed is not None

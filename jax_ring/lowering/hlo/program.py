@@ -31,16 +31,14 @@ class Platform(NamedTuple):
 
     Attributes:
       takes_position: whether calls take the mesh position first.
-      has_layouts: whether XLA has assigned layouts, inserted copies and joined sums.
-      has_streams: whether calls can run beside the computation.
+      has_layouts: whether XLA's passes are over: it has assigned layouts, inserted copies and joined sums.
     """
 
     takes_position: bool
     has_layouts: bool
-    has_streams: bool
 
 
-PLATFORMS = {"cpu": Platform(True, True, False), "cuda": Platform(False, False, True)}
+PLATFORMS = {"cpu": Platform(True, True), "cuda": Platform(False, False)}
 
 
 class EngineCall(NamedTuple):

@@ -24,7 +24,7 @@ class Computation:
     def __init__(self, message: Message, program: Program) -> None:
         self._program, self._platform = program, program.platform
         self._beside: set[int] = set()
-        if self._platform.has_streams:
+        if not self._platform.has_layouts:
             message, self._beside = for_gpus.prepared(message, program.num_partitions, program.reduction_of)
         self._message = message
         self._by_id = {each.integer(proto.ID): each for each in message.messages(proto.INSTRUCTIONS)}
@@ -92,9 +92,9 @@ class Computation:
         elif not call.in_tuple:
             if call.kind.scatters:
                 ids = [self._blocks_first(*item, call) for item in zip(ids, operands, strict=True)]
-                operands = [_blocks_first(x, call) for x in operands]
+                operands = [_shape_of_blocks(x, call) for x in operands]
             if call.kind.gathers:
-                results = [_blocks_first(x, call) for x in results]
+                results = [_shape_of_blocks(x, call) for x in results]
         if isinstance(by, EngineCall):
             made = self._call(call, by.config, operands, ids, _of_all(results))
         else:
@@ -169,7 +169,7 @@ class Computation:
 
     def _blocks_first(self, id_: int, whole: Shape, call: Collective) -> int:
         """Writes blocks along a leading dimension."""
-        first = _blocks_first(whole, call)
+        first = _shape_of_blocks(whole, call)
         if self._platform.has_layouts or not call.dimension:
             return self._reshape(id_, first)
         cut, order = _blocks_within(first, call.dimension)
@@ -178,7 +178,7 @@ class Computation:
     def _write_whole(self, id_: int, whole: Shape, call: Collective) -> int:
         """Writes the array of blocks along a leading dimension, or with its elements."""
         if call.kind.gathers and call.dimension and not self._platform.has_layouts:
-            first = _blocks_first(whole, call)
+            first = _shape_of_blocks(whole, call)
             cut, order = _blocks_within(first, call.dimension)
             inverse = sorted(range(len(order)), key=order.__getitem__)
             id_ = self._transpose(self._reshape(id_, first), cut, inverse)
@@ -247,7 +247,7 @@ def _function(
 # ---- Shapes ---------------------------------------------------------------------------------------------------------
 
 
-def _blocks_first(whole: Shape, call: Collective) -> Shape:
+def _shape_of_blocks(whole: Shape, call: Collective) -> Shape:
     """An array's shape in the engine, blocks first."""
     dimensions = list(whole.dimensions)
     dimensions[call.dimension] //= call.size
