@@ -53,16 +53,9 @@ def clear(error: BaseException) -> None:
         each.__traceback__ = None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen = set()
-    todo = [error]
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        if each.__cause__ is not None:
-            todo.append(each.__cause__)
-        elif each.__context__ is not None and not each.__suppress_context__:
-            todo.append(each.__context__)
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
