@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.layout import Layout
-from jax_ring.elastic.snapshots import Snapshot, array_of
+from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
 _SIZE_BYTES = 8  # the size of an entry, at the start of its file; 0 while the file is written
@@ -78,7 +78,7 @@ class KeptCommits:
         owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
         header = header_of(snapshot) if is_first else None
         entry = pickle.dumps(_Entry(commit, snapshot.num_processes, header, owners))
-        arrays = _undivided(snapshot) if is_first else []
+        arrays = snapshot.undivided() if is_first else []
         arrays = [*arrays, *map(snapshot.packed, owners or ())]
         file = self._files[2 * self._slot + snapshot.number % 2]
         # A process that dies in between leaves a file that nobody reads.
@@ -119,7 +119,7 @@ class KeptCommits:
         parts = {}
         for entry, file, begin in entries:
             if entry.header is not None:
-                for array in _undivided(snapshot):
+                for array in snapshot.undivided():
                     begin = _read_into(array.reshape(-1).view(np.uint8), file, begin)
             for owner in entry.owners or ():
                 parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
@@ -144,10 +144,6 @@ def _is_kept_file(file: int) -> bool:
         return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{KEPT_NAME}")
     except OSError:
         return False
-
-
-def _undivided(snapshot: Snapshot) -> list[np.ndarray]:
-    return [array for leaf in snapshot.leaves if isinstance(array := array_of(leaf), np.ndarray)]
 
 
 def _write(file: int, data: Any, offset: int) -> int:

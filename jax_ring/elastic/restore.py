@@ -12,7 +12,7 @@ from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.layout import Layout
-from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined, with_array
+from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined
 from jax_ring.elastic.spares import Place
 
 
@@ -129,11 +129,15 @@ def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Sto
             "jax_ring.elastic: a process has ended before the first commit, and with it its part of what is divided "
             "over the processes in the state. Start the job again."
         )
-    snapshot = Snapshot.of(values, 0, process, count)
-    divided = snapshot.held is not None
-    root_only = [Have(count, (p,)) if divided else None for p in range(count)]
-    root_only[0] = Have(count, (0,) if divided else None)
-    return _assembled(generation, snapshot, root_only, values, from_root=True)
+    own = Snapshot.of(values, 0, process, count)
+    if count == 1:
+        return own
+    # What is not divided is that of process 0.
+    first = _broadcast(generation, own if process == 0 else None, 0, values)
+    pairs = zip(own.leaves, first.leaves, strict=True)
+    leaves = [leaf if isinstance(array_of(leaf), Divided) else of_first for leaf, of_first in pairs]
+    have = [Have(count, None if own.held is None else (p,)) for p in range(count)]
+    return _assembled(generation, own._replace(leaves=leaves), have, values)
 
 
 def _from_stores(generation, values, stores: Stores, number: int, lost: Sequence[int]) -> Snapshot:
@@ -199,53 +203,43 @@ def _assembled(
     snapshot: Snapshot | None,
     have: Sequence[Have | None],
     values: Mapping[str, Any],
-    *,
-    from_root: bool = False,
 ) -> Snapshot:
     """A commit with all parts, in all processes.
 
     Args:
       snapshot: this process's, if it has it.
       have: what each process has.
-      from_root: whether all take undivided leaves from the first process that has them.
     """
     if generation.num_processes == 1:
         assert snapshot is not None
         return snapshot.whole()
     # A process that has all of it, for example after an earlier change, saves collecting the parts.
-    with_all = [process for process, each in enumerate(have) if each is not None and each.held is None]
-    root = with_all[0] if with_all else next(process for process, each in enumerate(have) if each is not None)
-    if with_all and snapshot is not None and snapshot.held is not None:
-        snapshot = None
-    if from_root or (with_all and len(with_all) < len(have)) or None in have:
-        snapshot = _broadcast(generation, snapshot, root, values, from_root=from_root)
+    with_all = [each if each is not None and each.held is None else None for each in have]
+    if any(with_all):
+        have = with_all
+    root = next(process for process, each in enumerate(have) if each is not None)
+    if None in have:
+        has_it = have[generation.process] is not None
+        snapshot = _broadcast(generation, snapshot if has_it else None, root, values)
     assert snapshot is not None
-    if with_all or not snapshot.divided():
-        return snapshot.whole()
-    return _gathered(generation, snapshot, have)
+    return snapshot.whole() if any(with_all) else _gathered(generation, snapshot, have)
 
 
-def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, values, *, from_root: bool) -> Snapshot:
+def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, values: Mapping[str, Any]) -> Snapshot:
     """The root's snapshot for processes without one, less the parts of divided leaves."""
-    if generation.process == root:
+    is_root = generation.process == root
+    if is_root:
         assert snapshot is not None
         generation.put("header", header_of(snapshot))
-    receives = snapshot is None or (from_root and generation.process != root)
-    described = without_arrays(generation.get("header"), values, generation.process, root) if receives else snapshot
-    assert described is not None
-    arrays = [array for leaf in described.leaves if _is_whole(array := array_of(leaf))]
-    size = sum(array.nbytes for array in arrays)
-    own = None if receives else joined(arrays if generation.process == root else [])
-    received = generation.exchange.broadcast(own, size, root)
+    result = snapshot or without_arrays(generation.get("header"), values, generation.process, root)
+    arrays = result.undivided()
+    sizes = [array.nbytes for array in arrays]
+    own = None if snapshot is None else joined(arrays if is_root else [])
+    received = generation.exchange.broadcast(own, sum(sizes), root)
     if received is not None:
-        for array, part in zip(arrays, cut(received, [array.nbytes for array in arrays]), strict=True):
-            array.reshape(-1).view(np.uint8)[:] = part  # parts of the header are empty
-        if from_root and snapshot is not None:  # the root's own parts
-            parts = iter(snapshot.divided())
-            leaves = [with_array(leaf, next(parts)) if isinstance(array_of(leaf), Divided) else leaf
-                      for leaf in described.leaves]  # fmt: skip
-            described = described._replace(leaves=leaves, held=snapshot.held)
-    return described
+        for array, part in zip(arrays, cut(received, sizes), strict=True):
+            array.reshape(-1).view(np.uint8)[:] = part
+    return result
 
 
 def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | None]) -> Snapshot:
@@ -260,7 +254,3 @@ def _gathered(generation: Generation, snapshot: Snapshot, have: Sequence[Have | 
     for process, owners in enumerate(gives):
         parts.update(zip(owners, cut(received[process], map(snapshot.num_bytes, owners)), strict=True))
     return snapshot.with_parts(parts).whole()
-
-
-def _is_whole(array: Any) -> bool:
-    return isinstance(array, np.ndarray)

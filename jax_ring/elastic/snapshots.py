@@ -112,6 +112,9 @@ class Snapshot(NamedTuple):
     def divided(self) -> list[Divided]:
         return [array for leaf in self.leaves if isinstance(array := array_of(leaf), Divided)]
 
+    def undivided(self) -> list[np.ndarray]:
+        return [array for leaf in self.leaves if isinstance(array := array_of(leaf), np.ndarray)]
+
     def num_bytes(self, process: int) -> int:
         return sum(leaf.num_bytes(process) for leaf in self.divided())
 
