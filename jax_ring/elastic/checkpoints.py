@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.elastic.snapshots import Key, Snapshot, array_of
+from jax_ring.options import path_texts
 
 _KEPT = 2
 
@@ -35,9 +36,10 @@ class Checkpoints:
         Raises:
           TypeError: if a leaf is neither an array nor a value of JSON.
         """
-        paths = _paths(snapshot.structure)
+        import orbax.checkpoint as ocp
+
         arrays, others = {}, {}
-        for path, leaf in zip(paths, snapshot.leaves, strict=True):
+        for path, leaf in zip(snapshot.paths(), snapshot.leaves, strict=True):
             array = array_of(leaf)
             if not isinstance(array, np.ndarray):
                 others[path] = leaf
@@ -50,15 +52,18 @@ class Checkpoints:
             if more:
                 others[path] = more
         try:
-            described = json.dumps(others)
+            json.dumps(others)
         except TypeError as error:
             raise TypeError(
                 f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}"
             ) from error
+        items: dict[str, Any] = {"others": ocp.args.JsonSave(others)}
+        if arrays:  # orbax writes no empty tree
+            items["arrays"] = ocp.args.StandardSave(arrays)
         with self._manager() as manager:
             if snapshot.number in manager.all_steps():  # made anew, because not all processes had made it
                 manager.delete(snapshot.number)
-            manager.save(snapshot.number, args=_both(arrays, json.loads(described)), force=True)
+            manager.save(snapshot.number, args=ocp.args.Composite(**items), force=True)
             manager.wait_until_finished()
 
     def newest_number(self) -> int:
@@ -69,30 +74,23 @@ class Checkpoints:
             number = manager.latest_step()
         return -1 if number is None else number
 
-    def newest(self, values: Mapping[str, Any]) -> Snapshot | None:
-        """The newest commit on disk; None if there is none.
+    def read(self, number: int, values: Mapping[str, Any]) -> Snapshot:
+        """A commit on disk.
 
-        Args:
-          values: the state that gives its structure.
+        values: the state that gives its structure.
 
         Raises:
           ValueError: if it has another.
         """
-        if not self.directory.is_dir():
-            return None
         import orbax.checkpoint as ocp
 
+        items: dict[str, Any] = {"others": ocp.args.JsonRestore()}
+        if (self.directory / str(number) / "arrays").is_dir():
+            items["arrays"] = ocp.args.StandardRestore()
         with self._manager() as manager:
-            number = manager.latest_step()
-            if number is None:
-                return None
-            items: dict[str, Any] = {"others": ocp.args.JsonRestore()}
-            if (self.directory / str(number) / "arrays").is_dir():
-                items["arrays"] = ocp.args.StandardRestore()
             restored = manager.restore(number, args=ocp.args.Composite(**items))
         arrays, others = restored.get("arrays") or {}, restored["others"]
-        structure = jax.tree.structure(dict(values))
-        paths = _paths(structure)
+        paths = path_texts(dict(values))
         if set(paths) != {*arrays, *others}:
             raise ValueError(
                 f"State(directory={str(self.directory)!r}): the checkpoint {number} there is of another state. The "
@@ -100,7 +98,7 @@ class Checkpoints:
                 "directory, or remove this one."
             )
         leaves = [_leaf(arrays.get(path), others.get(path)) for path in paths]
-        return Snapshot(number, structure, leaves, 1, None)
+        return Snapshot(number, jax.tree.structure(dict(values)), leaves, 1, None)
 
     def _manager(self):
         """A manager that does not wait for other processes."""
@@ -115,15 +113,6 @@ class Checkpoints:
         return ocp.CheckpointManager(self.directory, options=options, item_names=("arrays", "others"))
 
 
-def _both(arrays: Any, others: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    items: dict[str, Any] = {"others": ocp.args.JsonSave(others)}
-    if arrays:  # orbax writes no empty tree
-        items["arrays"] = ocp.args.StandardSave(arrays)
-    return ocp.args.Composite(**items)
-
-
 def _leaf(array: Any, other: Any) -> Any:
     """A leaf from its array, if that was written, and what else was."""
     described = other if isinstance(other, dict) else {}  # a leaf is no dictionary
@@ -134,8 +123,3 @@ def _leaf(array: Any, other: Any) -> Any:
         return other
     array = np.asarray(array)
     return Key(array, described["random keys of"]) if "random keys of" in described else array
-
-
-def _paths(structure: Any) -> list[str]:
-    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

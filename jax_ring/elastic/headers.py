@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of, with_array
+from jax_ring.options import path_texts
 
 
 class _Empty(NamedTuple):
@@ -31,7 +32,7 @@ def header_of(snapshot: Snapshot) -> bytes:
         return with_array(leaf, _Empty(array.shape, array.dtype)) if isinstance(array, np.ndarray) else leaf
 
     leaves = [without_array(leaf) for leaf in snapshot.leaves]
-    paths = _paths(jax.tree.unflatten(snapshot.structure, range(len(leaves))))
+    paths = snapshot.paths()
     try:
         return pickle.dumps((snapshot.number, paths, leaves, snapshot.num_processes, snapshot.held is not None))
     except Exception as error:
@@ -51,7 +52,7 @@ def without_arrays(header: bytes, values: Mapping[str, Any], process: int, root:
       RuntimeError: if it is of a state with other leaves.
     """
     number, paths, leaves, num_processes, is_divided = pickle.loads(header)
-    own = _paths(dict(values))
+    own = path_texts(dict(values))
     if own != paths:
         difference = sorted(set(own) ^ set(paths))
         raise RuntimeError(
@@ -66,7 +67,3 @@ def without_arrays(header: bytes, values: Mapping[str, Any], process: int, root:
 
     structure = jax.tree.structure(dict(values))
     return Snapshot(number, structure, [*map(with_empty, leaves)], num_processes, () if is_divided else None)
-
-
-def _paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

@@ -174,7 +174,7 @@ def _loaded(generation: Generation, values: Mapping[str, Any], stores: Stores) -
     if newest_on_disk < 0:
         return None
     assert stores.checkpoints is not None
-    snapshot = stores.checkpoints.newest(values) if generation.process == 0 else None
+    snapshot = stores.checkpoints.read(newest_on_disk, values) if generation.process == 0 else None
     return _assembled(generation, snapshot, [Have(1, None), *[None] * (generation.num_processes - 1)], values)
 
 

@@ -109,6 +109,9 @@ class Snapshot(NamedTuple):
         held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
         return cls(number, structure, copies, num_processes, held)
 
+    def paths(self) -> list[str]:
+        return path_texts(jax.tree.unflatten(self.structure, range(len(self.leaves))))
+
     def divided(self) -> list[Divided]:
         return [array for leaf in self.leaves if isinstance(array := array_of(leaf), Divided)]
 
