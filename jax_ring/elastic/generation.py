@@ -15,6 +15,7 @@ from jax_ring.distributed import discovery, exit_notice
 from jax_ring.elastic import spares
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
+from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.coordinator.server import with_own_handler
 from jax_ring.launcher.protocol import Control, Member
@@ -37,12 +38,14 @@ class Generation:
       number: from 0.
       control: the connection to the launcher; None for a single process without one.
       process, num_processes: index of this process, number of all.
+      layout: on which hosts they are.
     """
 
     def __init__(self, number: int, control: Control | None) -> None:
         self.number, self.control = number, control
         self.process = _compat.distributed_process() if _compat.is_distributed() else 0
         self.num_processes = _compat.num_distributed_processes()
+        self.layout = Layout.of_launcher(self.num_processes)
         self._exchange: Exchange | None = None
         self._posts = itertools.count()
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
-from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
@@ -63,7 +63,7 @@ class KeptCommits:
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
         return cls(files, slot) if all(map(_is_kept_file, files)) else None
 
-    def write(self, snapshot: Snapshot, process: int, generation: int, layout: Layout) -> None:
+    def write(self, snapshot: Snapshot, generation: Generation) -> None:
         """Keeps a commit: in the first process of a host what is not divided, and in each its parts of divided leaves.
 
         With several hosts, also the parts that it has copies of.
@@ -71,10 +71,11 @@ class KeptCommits:
         Raises:
           OSError: if there is no memory for it.
         """
+        process, layout = generation.process, generation.layout
         is_first, is_divided = layout.is_first(process), snapshot.held is not None
         if not is_first and not is_divided:
             return
-        commit = CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), generation)
+        commit = CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), generation.number)
         owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
         header = header_of(snapshot) if is_first else None
         entry = pickle.dumps(_Entry(commit, snapshot.num_processes, header, owners))

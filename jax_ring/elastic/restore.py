@@ -11,7 +11,6 @@ from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.kept import CommitId, KeptCommits
-from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined
 from jax_ring.elastic.spares import Place
 
@@ -180,7 +179,7 @@ def _loaded(generation: Generation, values: Mapping[str, Any], stores: Stores) -
 
 def _newest_kept(generation: Generation, kept: KeptCommits) -> tuple[CommitId | None, list[Have | None]]:
     """The newest commit whose parts are all in memory of launchers, and what each process can read of it."""
-    is_first = Layout.of_launcher(generation.num_processes).is_first(generation.process)
+    is_first = generation.layout.is_first(generation.process)
     posted = generation.post([[*each] for each in kept.commits().items()] if is_first else [])
     of_process = [{CommitId(*commit): Have(*have) for commit, have in each} for each in posted]
     for commit in sorted({commit for each in of_process for commit in each}, reverse=True):

@@ -10,7 +10,6 @@ from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import KeptCommits
-from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
 from jax_ring.elastic.spares import Place
@@ -126,28 +125,23 @@ class State:
         change = _agreed(generation, snapshot)
         writes = self._every is not None and snapshot.number % self._every == 0
         snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
-        self._keep(snapshot)
+        self.__dict__["_snapshots"] = [*self._snapshots, snapshot][-_KEPT:]
         if self._kept is not None:
-            layout = Layout.of_launcher(generation.num_processes)
-            self._kept.write(snapshot, generation.process, generation.number, layout)
+            self._kept.write(snapshot, generation)
         if whole is not None:
             assert self._checkpoints is not None
             self._checkpoints.write(whole)
         if change:
             raise Leave("the members change after a commit")
 
-    def _keep(self, snapshot: Snapshot) -> None:
-        self.__dict__["_snapshots"] = [*self._snapshots, snapshot][-_KEPT:]
-
     def _enter(self, generation: Generation) -> int:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
         stores = Stores(self._kept, self._checkpoints)
         restored = restore(generation, self._place, self._snapshots, self._values, stores)
-        layout = Layout.of_launcher(generation.num_processes)
-        if self._kept is not None and layout.has_several_hosts and restored.snapshot.number:
+        if self._kept is not None and generation.layout.has_several_hosts and restored.snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
-            self._kept.write(restored.snapshot, generation.process, generation.number, layout)
+            self._kept.write(restored.snapshot, generation)
         # Every leaf is complete here, so another process may be lost before the next commit.
         self.__dict__.update(
             _snapshots=[restored.snapshot],
@@ -198,7 +192,7 @@ def _with_others(
     process, count = generation.process, generation.num_processes
     if snapshot.held is None or count == 1:
         return snapshot, (snapshot.whole() if whole_in_first and process == 0 else None)
-    kept = Layout.of_launcher(count).kept_by(process)
+    kept = generation.layout.kept_by(process)
     everything = whole_in_first and process == 0
     sizes = [snapshot.num_bytes(p) for p in range(count)]
     received = generation.exchange.gather(

@@ -1,6 +1,7 @@
 """Commits in memory of the launcher: which one is found, whatever the writers have left."""
 
 import os
+import types
 
 import jax
 import ml_dtypes
@@ -32,6 +33,11 @@ def values(number, divided=True):
     return {"w": w, "step": number, "m": np.arange(4.0) * number if divided else np.zeros(0), "empty": np.zeros((0, 3))}
 
 
+def member(process, generation, layout):
+    """What `write` needs to know of a process's generation."""
+    return types.SimpleNamespace(process=process, number=generation, layout=layout)
+
+
 def commit(files, process, number, *, slot=None, generation=0, divided=True):
     """What one of two processes writes."""
     leaves, structure = jax.tree.flatten(values(number, divided))
@@ -40,13 +46,13 @@ def commit(files, process, number, *, slot=None, generation=0, divided=True):
         parts = [whole[begin:end] for ((begin, end),) in BOXES[process]]
         leaves = [Divided(whole.shape, whole.dtype, BOXES, {process: parts}) if x is leaves[1] else x for x in leaves]
     snapshot = Snapshot(number, structure, leaves, 2, (process,) if divided else None)
-    KeptCommits(files, process if slot is None else slot).write(snapshot, process, generation, ONE_HOST)
+    KeptCommits(files, process if slot is None else slot).write(snapshot, member(process, generation, ONE_HOST))
 
 
 class Alone:
     """The generation of a process that is started when all others are lost."""
 
-    process, num_processes = 0, 1
+    process, num_processes, layout = 0, 1, Layout((0,), 1)
     exchange = None
 
     def post(self, own):
@@ -105,7 +111,7 @@ def test_on_several_hosts_any_may_be_lost():
         leaves, structure = jax.tree.flatten({"m": 0, "step": 5})
         leaves[0] = Divided(whole.shape, whole.dtype, boxes, parts)
         snapshot = Snapshot(5, structure, leaves, 3, tuple(sorted(parts)))
-        KeptCommits(hosts[host], slot).write(snapshot, process, 0, layout)
+        KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, layout))
     for files in hosts:
         stores = Stores(KeptCommits(files, 0), None)
         found = restore(Alone(), None, [], {"m": whole * 0, "step": 0}, stores).snapshot
@@ -166,7 +172,7 @@ def test_a_process_that_dies_while_it_writes(files, monkeypatch):
 def test_a_larger_commit_leaves_nothing_of_itself(files):
     commit(files, 0, 2, divided=False)
     snapshot = Snapshot.of({"w": np.ones(10_000)}, 4, 0, 1)
-    KeptCommits(files, 0).write(snapshot, 0, 0, ONE_HOST)
+    KeptCommits(files, 0).write(snapshot, member(0, 0, ONE_HOST))
     commit(files, 0, 6, divided=False)
     assert os.fstat(files[0]).st_size < 10_000
     assert_newest(files, 6, divided=False)
