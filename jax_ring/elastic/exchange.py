@@ -19,8 +19,6 @@ class Exchange:
     """A mesh with one device of each process of a generation.
 
     All processes make the same calls in the same order. A call raises the collectives' errors if a process has died.
-
-    Attributes:
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
-from jax_ring.elastic.snapshots import Snapshot
+from jax_ring.elastic.snapshots import Have, Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
 _SIZE_BYTES = 8  # the size of an entry, at the start of its file; 0 while the file is written
@@ -90,20 +90,14 @@ class KeptCommits:
         os.ftruncate(file, end)
         _write(file, len(entry).to_bytes(_SIZE_BYTES, "little"), 0)
 
-    def commits(self) -> dict[CommitId, tuple[int, list[int] | None]]:
-        """What this host has of each commit: the number of processes, and those whose parts are here.
-
-        None instead of these if no leaf is divided. Commits without what is not divided are left out.
-        """
-        return {
-            commit: (
-                entries[0][0].num_processes,
-                None
-                if entries[0][0].owners is None
-                else sorted({o for entry, *_ in entries for o in entry.owners or ()}),
-            )
-            for commit, entries in self._entries().items()
-        }
+    def commits(self) -> dict[CommitId, Have]:
+        """What this host has of each commit, except of those without what is not divided."""
+        found = {}
+        for commit, entries in self._entries().items():
+            first = entries[0][0]
+            owners = sorted({owner for entry, *_ in entries for owner in entry.owners or ()})
+            found[commit] = Have(first.num_processes, None if first.owners is None else owners)
+        return found
 
     def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
         """One of `commits`, with the parts that are here.

@@ -11,7 +11,7 @@ from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.kept import CommitId, KeptCommits
-from jax_ring.elastic.snapshots import Divided, Lost, Snapshot, array_of, cut, joined
+from jax_ring.elastic.snapshots import Divided, Have, Lost, Snapshot, array_of, cut, joined
 from jax_ring.elastic.spares import Place
 
 
@@ -20,18 +20,6 @@ class Stores(NamedTuple):
 
     kept: KeptCommits | None
     checkpoints: Checkpoints | None
-
-
-class Have(NamedTuple):
-    """What others need to know of a process's snapshot.
-
-    Attributes:
-      num_processes: over which its divided leaves are divided.
-      held: the processes whose parts it has; None if no leaf is divided.
-    """
-
-    num_processes: int
-    held: Sequence[int] | None
 
 
 class Restored(NamedTuple):

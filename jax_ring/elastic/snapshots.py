@@ -150,6 +150,18 @@ class Snapshot(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
+class Have(NamedTuple):
+    """What others need to know of a process's or a host's snapshot.
+
+    Attributes:
+      num_processes: over which its divided leaves are divided.
+      held: the processes whose parts it has; None if no leaf is divided.
+    """
+
+    num_processes: int
+    held: Sequence[int] | None
+
+
 def array_of(leaf: Any) -> Any:
     """The array of a leaf, or the leaf."""
     return leaf.bits if isinstance(leaf, Key) else leaf
