@@ -1,14 +1,12 @@
 """Checks that all processes make the same calls, by comparing descriptions in the key-value store."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-
-Exchange = tuple[Callable, Callable]  # publish(key, bytes), and fetch(key), which blocks
 
 
 def check_agreement(function: str, description: str) -> None:
@@ -23,39 +21,34 @@ def check_agreement(function: str, description: str) -> None:
     processes = range(jax.process_count())
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
         return
-    exchange = _compat.key_value_store(runtime.timeout())
-    key = f"jax_ring/call/{discovery.next_comparison('call')}"
-    compare(function, description, exchange, key, jax.process_index(), processes)
+    compare(function, description, f"jax_ring/call/{discovery.next_comparison('call')}", processes)
 
 
-def compare(
-    function: str, description: str, exchange: Exchange, key: str, process: int, processes: Sequence[int]
-) -> None:
+def compare(function: str, description: str, key: str, processes: Sequence[int]) -> None:
     """Compares this process's description with those published under the same key.
 
     Raises:
       ValueError: if two differ, or one is missing at the deadline.
     """
-    for other, value in gather(function, description.encode(), exchange, key, process, processes):
+    for other, value in gather(function, description.encode(), key, processes):
         theirs = value.decode()
         if theirs != description:
             pairs = itertools.zip_longest(description.splitlines(), theirs.splitlines(), fillvalue="nothing")
             differences = [f"{a.strip()!r} here, {b.strip()!r} there" for a, b in pairs if a != b]
             raise ValueError(
-                f"{function}: process {process} (here) and process {other} (there) were given different data: "
-                f"{'; '.join(differences[:3])}. All processes must have the same parameters, dtypes and options."
+                f"{function}: process {jax.process_index()} (here) and process {other} (there) were given different "
+                f"data: {'; '.join(differences[:3])}. All processes must have the same parameters, dtypes and options."
             )
 
 
-def gather(
-    function: str, value: bytes, exchange: Exchange, key: str, process: int, processes: Sequence[int]
-) -> Iterator[tuple[int, bytes]]:
+def gather(function: str, value: bytes, key: str, processes: Sequence[int]) -> Iterator[tuple[int, bytes]]:
     """Publishes a value, and yields (process, value) as values are fetched.
 
     Raises:
       ValueError: if one is missing at the deadline.
     """
-    publish, fetch = exchange
+    publish, fetch = _compat.key_value_store(runtime.timeout())
+    process = jax.process_index()
     publish(f"{key}/{process}", value)
     for other in processes:
         try:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring import _compat, runtime
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
 from jax_ring.options import check_arrays, path_texts
@@ -84,17 +83,15 @@ def assert_replicated(tree: Any) -> None:
 
 def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
     """Returns gather(value): all these arrays' processes' values, by process."""
-    exchange, process = _compat.key_value_store(runtime.timeout()), jax.process_index()
     members = ",".join(map(str, processes))
     key = f"jax_ring/replicas/{members}/{discovery.next_comparison(members)}"
     types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
-    agreement.compare("assert_replicated", types, exchange, key, process, processes)
+    agreement.compare("assert_replicated", types, key, processes)
     rounds = itertools.count()
 
     def gather(value):
-        values = agreement.gather(
-            "assert_replicated", json.dumps(value).encode(), exchange, f"{key}/{next(rounds)}", process, processes
-        )
+        encoded = json.dumps(value).encode()
+        values = agreement.gather("assert_replicated", encoded, f"{key}/{next(rounds)}", processes)
         return [json.loads(theirs) for _, theirs in values]
 
     return gather

@@ -7,7 +7,7 @@ import pytest
 from helpers import TARGET, assert_same_bits, compiled_text, make_mesh, rank_fold, run_processes, sharded
 from jax.sharding import PartitionSpec as P
 
-from jax_ring import plan_buckets, sync_gradients, sync_with_feedback
+from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
 from jax_ring.distributed import agreement
 
 RANKS = 8
@@ -238,18 +238,18 @@ def test_unbound_axis():
 # ---- Processes ------------------------------------------------------------------------------------------------------
 
 
-def test_agreement():
+def test_agreement(monkeypatch):
     values = {"k/1": b"a\nb\nc"}  # published by the other process
-    store = values.__setitem__, values.__getitem__
-    agreement.compare("f", "a\nb\nc", store, "k", 0, range(2))
+    monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (values.__setitem__, values.__getitem__))
+    agreement.compare("f", "a\nb\nc", "k", range(2))
     with pytest.raises(
         ValueError, match=r"process 0 \(here\) and process 1 \(there\) were given different data: 'x' here, 'b' there"
     ):
-        agreement.compare("f", "a\nx\nc", store, "k", 0, range(2))
+        agreement.compare("f", "a\nx\nc", "k", range(2))
     with pytest.raises(ValueError, match="'d' here, 'nothing' there"):
-        agreement.compare("f", "a\nb\nc\nd", store, "k", 0, range(2))
+        agreement.compare("f", "a\nb\nc\nd", "k", range(2))
     with pytest.raises(ValueError, match="process 2 did not reach this call within 60 s"):
-        agreement.compare("f", "a\nb\nc", store, "k", 0, range(3))
+        agreement.compare("f", "a\nb\nc", "k", range(3))
 
 
 PROCESS = """
