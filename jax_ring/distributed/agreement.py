@@ -21,7 +21,8 @@ def check_agreement(function: str, description: str) -> None:
     processes = range(jax.process_count())
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
         return
-    compare(function, description, f"jax_ring/call/{discovery.next_comparison('call')}", processes)
+    key = f"jax_ring/call/{discovery.next_number('jax_ring/call')}"
+    compare(function, description, key, processes)
 
 
 def compare(function: str, description: str, key: str, processes: Sequence[int]) -> None:

@@ -28,9 +28,7 @@ class _Membership:
       hosts: known host ids, by process.
       memory: identifies this process's shared memory; empty if unknown.
       gpus: known GPUs, by process, including its own once published.
-      lowerings: modules lowered so far, by name.
-      comparisons: comparisons with other processes so far, by name. Both restart with a runtime, whose other processes
-        may be new.
+      counts: of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
     """
 
     def __init__(self, client) -> None:
@@ -40,8 +38,7 @@ class _Membership:
         self.hosts = {process: _own_host()}
         self.memory = _own_memory()
         self.gpus: dict[int, Gpus] = {}
-        self.lowerings: dict[str, itertools.count] = collections.defaultdict(itertools.count)
-        self.comparisons: dict[str, itertools.count] = collections.defaultdict(itertools.count)
+        self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
         # The first process to publish a token wins. Shared resources are named after it, so other programs must not be
@@ -173,14 +170,9 @@ def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> by
         ) from error
 
 
-def next_lowering(module: str) -> int:
-    """How many modules of that name this process has lowered, in programs of several processes."""
-    return next(_current_membership().lowerings[module])
-
-
-def next_comparison(name: str) -> int:
-    """How often it has compared something of that name."""
-    return next(_current_membership().comparisons[name])
+def next_number(name: str) -> int:
+    """How often this process has asked for a number of that name, by which the processes match what they do alike."""
+    return next(_current_membership().counts[name])
 
 
 def _host_key(process: int) -> str:

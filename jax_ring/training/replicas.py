@@ -83,8 +83,8 @@ def assert_replicated(tree: Any) -> None:
 
 def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
     """Returns gather(value): all these arrays' processes' values, by process."""
-    members = ",".join(map(str, processes))
-    key = f"jax_ring/replicas/{members}/{discovery.next_comparison(members)}"
+    members = f"jax_ring/replicas/{','.join(map(str, processes))}"
+    key = f"{members}/{discovery.next_number(members)}"
     types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
     agreement.compare("assert_replicated", types, key, processes)
     rounds = itertools.count()

@@ -94,14 +94,14 @@ def test_each_runtime_has_its_own_token_and_counts(runtime_of):
     first = Client()
     joined = runtime_of(first)
     discovery.publish()
-    assert [discovery.next_lowering("jit_f") for _ in range(3)] == [0, 1, 2]
-    assert discovery.next_lowering("jit_g") == 0
+    assert [discovery.next_number("jit_f") for _ in range(3)] == [0, 1, 2]
+    assert discovery.next_number("jit_g") == 0
     runtime_of(None)
     assert discovery.publish() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
         discovery.host_of(1)
     runtime_of(Client())
-    assert discovery.next_lowering("jit_f") == 0
+    assert discovery.next_number("jit_f") == 0
     assert len(set(joined)) == 2
 
 

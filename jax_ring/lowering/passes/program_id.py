@@ -32,7 +32,7 @@ def name_of(ctx) -> str:
         return state.program
     name = _compat.module_name(ctx)
     if state.number is None:
-        state.number = discovery.next_lowering(name)
+        state.number = discovery.next_number(name)
     return f"{name}/{state.digest}#{state.number}"
 
 
@@ -49,7 +49,7 @@ def name_of_program(module: ir.Module, jaxpr) -> str:
     marks = [str(main.attributes[name]) for name in ("arg_attrs", "res_attrs") if name in main.attributes]
     name = ir.StringAttr(module.operation.attributes["sym_name"]).value
     types = str(main.attributes["function_type"])
-    return f"{name}/{_digest(digest_of(jaxpr), types, *marks)}#{discovery.next_lowering(f'{name}, as a whole')}"
+    return f"{name}/{_digest(digest_of(jaxpr), types, *marks)}#{discovery.next_number(f'{name}, as a whole')}"
 
 
 def digest_of(jaxpr) -> str:
