@@ -50,6 +50,7 @@ def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
 
 
 def assumed() -> tuple | None:
+    """What is assumed in this thread."""
     return _assumed.value
 
 
@@ -58,19 +59,15 @@ def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
     return _assumed(hosts)
 
 
-def are_assumed() -> bool:
-    return _assumed.value is not None
-
-
 def assumed_host_of(process: int) -> int | str:
     """The host of a process whose devices are not there.
 
     Raises:
       ValueError: if `assume_hosts()` does not name it.
     """
-    if _assumed.value is None:
+    if (pairs := assumed()) is None:
         return process
-    hosts = dict(_assumed.value)
+    hosts = dict(pairs)
     if process not in hosts:
         raise ValueError(
             f"assume_hosts: the mesh has a device of process {process}, and the mapping names only the processes "

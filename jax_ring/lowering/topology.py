@@ -9,7 +9,7 @@ import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.distributed.assumed_hosts import are_assumed, assumed_host_of
+from jax_ring.distributed.assumed_hosts import assumed, assumed_host_of
 from jax_ring.distributed.gpus import Identity
 from jax_ring.lowering.group_tables import Groups
 
@@ -53,7 +53,7 @@ def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[L
         split, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
         if split is None:
             unless = "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
-            return None, why_not + unless if is_elsewhere and not are_assumed() else why_not
+            return None, why_not + unless if is_elsewhere and assumed() is None else why_not
         levels = split
     why_not = _why_unreachable(mesh, levels.intra) if engine == "cuda" else ""
     return (None, why_not) if why_not else (levels, "")
