@@ -58,34 +58,13 @@ def delay(rank: int, seconds: float, *, at: str) -> Fault:
     return Fault("delay", rank, at, seconds)
 
 
-class Points:
-    """This rank's faults still to come.
-
-    Args:
-      faults: of the test, for all ranks.
-      note: called with a fault before it happens, for the parent process.
-    """
-
-    def __init__(self, rank: int, faults: Sequence[Fault], note: Callable[[Fault], None]) -> None:
-        self._left = [fault for fault in faults if fault.rank == rank]
-        self._note = note
-
-    def reach(self, name: str) -> None:
-        for fault in [fault for fault in self._left if fault.at == name]:
-            self._left.remove(fault)
-            self._note(fault)
-            if fault.kind == "delay":
-                time.sleep(fault.seconds)
-            else:
-                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+# Of this rank, each with the function to call before it happens.
+_still_to_come: list[tuple[Fault, Callable[[Fault], None]]] = []
 
 
-_points: Points | None = None
-
-
-def set_points(points: Points | None) -> None:
-    global _points
-    _points = points
+def expect(faults: Sequence[Fault], note: Callable[[Fault], None]) -> None:
+    """Makes faults happen to this process. note: called with each before it does, for the parent process."""
+    _still_to_come.extend((fault, note) for fault in faults)
 
 
 def fault_point(name: str) -> None:
@@ -98,8 +77,13 @@ def fault_point(name: str) -> None:
     Args:
       name: as in `kill(rank, at=name)`, with the step in loops: `fault_point(f"step {step}")`.
     """
-    if _points is not None:
-        _points.reach(name)
+    for fault, note in [each for each in _still_to_come if each[0].at == name]:
+        _still_to_come.remove((fault, note))
+        note(fault)
+        if fault.kind == "delay":
+            time.sleep(fault.seconds)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
 def check_faults(faults: object, num_processes: int) -> Sequence[Fault]:

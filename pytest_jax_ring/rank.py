@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_jax_ring.faults import Fault, Points, check_faults, set_points
+from pytest_jax_ring.faults import Fault, expect
 
 VARIABLE = "JAX_RING_PYTEST_RANK"  # a JSON object, see ranks.py
 STACKS_SIGNAL = signal.SIGUSR1
@@ -90,11 +90,8 @@ class Rank:
             if self._config.pluginmanager.has_plugin("terminalreporter"):
                 self._config.pluginmanager.unregister(name="terminalreporter")
 
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        mark = item.get_closest_marker("jax_processes")
-        assert mark is not None
-        faults = check_faults(mark.kwargs.get("faults", ()), self._task["ranks"])
-        set_points(Points(self._task["rank"], faults, self._note))
+    def pytest_runtest_setup(self) -> None:
+        expect([Fault(*fault) for fault in self._task["faults"]], self._note)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self):

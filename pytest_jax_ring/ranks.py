@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import pytest
@@ -123,9 +123,8 @@ class _Ranks(ProcessGroup):
     def _start_rank(self, item: pytest.Item, number: int, address: str, variables: Mapping[str, str]) -> None:
         config = item.config
         task = {
-            "rank": number,
-            "ranks": self._job.num_processes,
             "devices": self._job.devices,
+            "faults": [astuple(fault) for fault in self._job.faults if fault.rank == number],
             "reports": str(self.file(number, "reports")),
             "stacks": str(self.file(number, "stacks")),
             "parent": os.getpid(),

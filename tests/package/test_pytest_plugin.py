@@ -236,7 +236,7 @@ def test_starting():
 def test_faults(run_tests):
     status, output = run_tests(
         """
-@pytest.mark.jax_processes(2, faults=[kill(1, at="step 2")])
+@pytest.mark.jax_processes(2, 1, None, {}, [kill(1, at="step 2")])
 @pytest.mark.xfail(strict=True)
 def test_killed():
     with pytest.raises(Exception, match=r"[Pp]rocess 1"):
