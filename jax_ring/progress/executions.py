@@ -50,15 +50,13 @@ def _launch() -> int | None:
 
 
 def _launched(number: int | None, results: Any) -> None:
-    page = notes.page()
-    if not page.counts_executions or notes.is_child():
-        return
     if number is None:
-        number = next(_numbers)
-        page.start(number, 0)
-    page.returned(number)
-    # The caller may change what holds the arrays.
-    _newest[:] = [(number, jax.tree.leaves(results))]
+        number = _launch()
+    page = notes.page()
+    if number is not None and page.counts_executions:
+        page.returned(number)
+        # The caller may change what holds the arrays.
+        _newest[:] = [(number, jax.tree.leaves(results))]
 
 
 def _complete(page) -> None:

@@ -16,8 +16,9 @@ _GETTERS: dict[type, Callable] = {
 class Representative:
     """Finds in the outputs of each call of a program a small array that the next call does not take.
 
-    All outputs of a program are ready at the same time. Those that are donated to the next step are deleted before a
-    thread can wait for them, so another one is taken from then on.
+    All outputs of a program are ready at the same time. Keeping the large ones would take memory, and flattening many
+    of them time in each step. Those that are donated to the next step are deleted before a thread can wait for them, so
+    another one is taken from then on.
     """
 
     def __init__(self) -> None:
