@@ -5,9 +5,11 @@ import itertools
 import os
 import pathlib
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 
@@ -17,7 +19,21 @@ from jax_ring.distributed.gpus import Gpus, gpus_here
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
-_SEPARATOR = "\0"  # separates host id and memory id in a published value
+_SEPARATOR = "\0"  # of the fields of a published host
+
+
+class _Host(NamedTuple):
+    """The host of a process, as it publishes it.
+
+    Attributes:
+      id: equal where processes share memory.
+      memory: identifies the process's shared memory; empty if unknown.
+      name: for messages.
+    """
+
+    id: str
+    memory: str
+    name: str
 
 
 class _Membership:
@@ -25,22 +41,20 @@ class _Membership:
 
     Attributes:
       client: tells a later runtime from this one.
-      hosts: known host ids, by process.
-      memory: identifies this process's shared memory; empty if unknown.
+      hosts: known hosts, by process.
       gpus: known GPUs, by process, including its own once published.
       counts: of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
     """
 
     def __init__(self, client) -> None:
-        xla_timeouts.join()  # before the host is published: the other processes wait for that
+        xla_timeouts.forget()
         self.client = client
         process = _compat.distributed_process()
-        self.hosts = {process: _own_host()}
-        self.memory = _own_memory()
+        self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}
         self.gpus: dict[int, Gpus] = {}
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
-        put(_host_key(process), f"{self.hosts[process]}{_SEPARATOR}{self.memory}".encode())
+        put(_host_key(process), _SEPARATOR.join(self.hosts[process]).encode())
         # The first process to publish a token wins. Shared resources are named after it, so other programs must not be
         # able to guess it.
         token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
@@ -116,18 +130,25 @@ def host_of(process: int) -> str:
             "first jax_ring collective"
         )
         published = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
-        host, _, memory = published.partition(_SEPARATOR)
+        host = _Host(*published.split(_SEPARATOR))
         own = _compat.distributed_process()
-        if host == hosts[own] and memory and membership.memory and memory != membership.memory:
+        here, there = hosts[own].memory, host.memory
+        if host.id == hosts[own].id and here and there and here != there:
             raise RuntimeError(
-                f"processes {own} and {process} both have {HOST_VARIABLE}={host!r}, so they claim to share a host, and "
-                f"they do not share memory: /dev/shm is {membership.memory} in process {own} and {memory} in process "
+                f"processes {own} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to share a host, "
+                f"and they do not share memory: /dev/shm is {here} in process {own} and {there} in process "
                 f"{process} (boot id, device, inode and user). They run in different containers, on different "
                 f"machines, or as different users. Give them different values of {HOST_VARIABLE}, or let the "
                 "containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
             )
         hosts[process] = host
-    return hosts[process]
+    return hosts[process].id
+
+
+def host_names(processes: Iterable[int]) -> dict[int, str]:
+    """The names of the hosts of processes whose `host_of` is known."""
+    hosts = _current_membership().hosts
+    return {process: hosts[process].name for process in processes}
 
 
 def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:

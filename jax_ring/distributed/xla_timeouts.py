@@ -13,13 +13,10 @@ process before, when its coordinator is out of reach. Three things are done here
 import math
 import os
 import re
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-
-import jax
+from collections.abc import Callable, Mapping
 
 from jax_ring import _compat, runtime
 from jax_ring.launcher import foreign_errors
@@ -71,26 +68,18 @@ class _State:
 _state = _State()
 
 
-def join() -> None:
-    """Joins a distributed runtime, without blocking: publishes this host's name, and forgets the last runtime."""
+def forget() -> None:
+    """Forgets what the last distributed runtime had."""
     with _state.lock:
         _state.names.clear()
         _state.written.clear()
         _state.answers, _state.asked, _state.reached = None, False, False
     runtime.take_calls_of_xla()
-    put, _ = _compat.key_value_store(runtime.timeout())
-    put(_name_key(_compat.distributed_process()), socket.gethostname().encode())
 
 
-def watch(processes: Iterable[int]) -> None:
-    """Learns the names of these processes' hosts, which all have published, and starts the thread."""
-    _, get = _compat.key_value_store(runtime.timeout())
-    for process in processes:
-        if process not in _state.names:
-            try:
-                _state.names[process] = get(_name_key(process)).decode()
-            except jax.errors.JaxRuntimeError:
-                _state.names[process] = "unknown"
+def watch(names: Mapping[int, str]) -> None:
+    """Starts the thread. names: of the hosts of processes that will wait for each other."""
+    _state.names.update(names)
     with _state.lock:
         if not _state.is_watching:
             _state.is_watching = True
@@ -215,10 +204,6 @@ def _what_is_known(others: list[int]) -> str:
 
 def _name(process: int) -> str:
     return f"process {process} on host {_state.names.get(process, 'unknown')}"
-
-
-def _name_key(process: int) -> str:
-    return f"jax_ring/hostname/{process}"
 
 
 def _wait_key(process: int) -> str:

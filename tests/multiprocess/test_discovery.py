@@ -1,5 +1,7 @@
 """What processes publish about their hosts. A fake key-value store stands in for the other processes."""
 
+import socket
+
 import jax
 import pytest
 
@@ -54,12 +56,13 @@ def runtime_of(monkeypatch):
 def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
-    client = Client({"jax_ring/host/1": b"there"})
+    client = Client({"jax_ring/host/1": b"there\0\0node1"})
     joined = runtime_of(client)
     discovery.publish()
     assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode().partition("\0")[0] != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
+    assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
     assert joined == [(0, client.values["jax_ring/token"])]
     assert len(bytes.fromhex(joined[0][1])) == 16
 
@@ -68,7 +71,8 @@ def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, m
     monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
     own = discovery._own_memory()
     assert own
-    runtime_of(Client({"jax_ring/host/1": f"node7\0{own}".encode(), "jax_ring/host/2": b"node7\0elsewhere/1:2/0"}))
+    others = [f"node7\0{own}\0a".encode(), b"node7\0elsewhere/1:2/0\0b"]
+    runtime_of(Client({f"jax_ring/host/{1 + i}": host for i, host in enumerate(others)}))
     discovery.publish()
     assert discovery.host_of(1) == "node7"
     for _ in range(2):
@@ -160,7 +164,7 @@ def test_without_kernels_no_gpus_are_published(runtime_of, monkeypatch):
     client = Client()
     runtime_of(client)
     discovery.publish_with_plugins()
-    assert set(client.values) == {"jax_ring/host/0", "jax_ring/hostname/0", "jax_ring/token", "jax_ring/process/0"}
+    assert set(client.values) == {"jax_ring/host/0", "jax_ring/token", "jax_ring/process/0"}
 
 
 def test_gpus_of_other_processes_are_fetched_once(runtime_of, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import xla_timeouts
+from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering import dispatch, topology
 from jax_ring.lowering.passes import source_lines
 
@@ -26,8 +26,8 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
     processes = _processes_of(ctx, groups)
     if processes is None:
         return emit(operands)
-    xla_timeouts.watch(sorted({processes[i] for group in groups for i in group}))
     members = [i for group in groups for i in group]
+    xla_timeouts.watch(discovery.host_names({processes[i] for i in members}))
     attributes = {
         "call": call,
         "members": np.array(members, np.int64),
