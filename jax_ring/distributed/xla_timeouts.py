@@ -10,6 +10,7 @@ process before, when its coordinator is out of reach. Three things are done here
   standard error if no error was completed by then, also where XLA's limit could not be set.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -40,47 +41,42 @@ def limit_xla() -> None:
         _state.xla_limit = int(match[1])
 
 
+@dataclasses.dataclass
+class _Question:
+    """What others were asked since calls wait."""
+
+    is_reached: bool = False  # whether the store answered
+    answers: dict[int, str] | None = None  # by process the call in which it waits; empty if in none
+
+
+@dataclasses.dataclass
 class _State:
-    """What this process knows of calls between hosts.
+    """What this process knows of calls between hosts."""
 
-    Attributes:
-      xla_limit: seconds until XLA's collectives fail; None if it could not be set.
-      names: of the hosts of processes.
-      asked: whether the others were asked since the waiting calls began.
-      reached: whether the store answered then.
-      answers: the calls in which others wait, by process; empty if in none, None if unknown.
-      is_watching: whether the thread runs.
-      written: the calls that a message was written of.
-      completed: XLA's last text, and what was added.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.xla_limit: float | None = None
-        self.names: dict[int, str] = {}
-        self.asked = self.reached = False
-        self.answers: dict[int, str] | None = None
-        self.is_watching = False
-        self.written: set[str] = set()
-        self.completed: dict[str, str] = {}
+    xla_limit: float | None = None  # seconds until XLA's collectives fail; None if it could not be set
+    names: dict[int, str] = dataclasses.field(default_factory=dict)  # of the hosts of processes
+    question: _Question | None = None
+    is_watching: bool = False  # whether the thread runs
+    written: set[str] = dataclasses.field(default_factory=set)  # the calls that a message was written of
+    completed: tuple[str, str] = "", ""  # XLA's last text, and what was added
 
 
 _state = _State()
+_lock = threading.Lock()
 
 
 def forget() -> None:
     """Forgets what the last distributed runtime had."""
-    with _state.lock:
-        _state.names.clear()
-        _state.written.clear()
-        _state.answers, _state.asked, _state.reached = None, False, False
+    _state.names.clear()
+    _state.written.clear()
+    _state.question = None
     runtime.take_calls_of_xla()
 
 
 def watch(names: Mapping[int, str]) -> None:
     """Starts the thread. names: of the hosts of processes that will wait for each other."""
     _state.names.update(names)
-    with _state.lock:
+    with _lock:
         if not _state.is_watching:
             _state.is_watching = True
             _compat.complete_errors(complete)
@@ -97,13 +93,13 @@ def _run() -> None:
         time.sleep(deadline / _CHECKS_PER_DEADLINE)
         calls = [call for call in runtime.calls_of_xla() if call.age >= _ASK * deadline]
         if not calls:
-            if _state.asked:
-                _state.asked = False
+            if _state.question:
+                _state.question = None
                 _in_background(_post, "")
             continue
-        if not _state.asked:
-            _state.asked, _state.answers, _state.reached = True, None, False
-            _in_background(_ask, calls)
+        if not _state.question:
+            question = _state.question = _Question()
+            _in_background(_ask, question, calls)
         limit = _WRITE * deadline if _state.xla_limit is None else max(deadline, _state.xla_limit + _SLACK_OF_XLA)
         for call in calls:
             if call.age >= limit and call.text not in _state.written:
@@ -132,11 +128,11 @@ def _post(text: str) -> bool:
     return True
 
 
-def _ask(calls: list[runtime.CallOfXla]) -> None:
+def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
     """Says what this process waits in, and asks who else waits."""
     if not _post(calls[0].text):
         return
-    _state.reached = True
+    question.is_reached = True
     time.sleep(runtime.timeout() * (_WRITE - _ASK) / 2)
     answers = {}
     for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
@@ -144,7 +140,7 @@ def _ask(calls: list[runtime.CallOfXla]) -> None:
             answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
         except Exception:  # it has published nothing
             answers[process] = ""
-    _state.answers = answers
+    question.answers = answers
 
 
 # ---- The message -----------------------------------------------------------------------------------------------------
@@ -160,11 +156,10 @@ def complete(text: str) -> str:
         if len(calls) > _MAX_CALLS:
             lines.append(f"{len(calls) - _MAX_CALLS} more calls waited.")
         added = "".join(f"\njax_ring: {line}" for line in dict.fromkeys(lines))
-        with _state.lock:
-            _state.completed.clear()
-            _state.completed[text] = added
+        _state.completed = text, added
     # Several arrays may carry the error of one execution.
-    return text + _state.completed.get(text, "")
+    completed, added = _state.completed
+    return text + added if text == completed else text
 
 
 def _explain_uncaught(previous: Callable) -> Callable:
@@ -188,17 +183,17 @@ def _describe(call: runtime.CallOfXla) -> str:
 
 
 def _what_is_known(others: list[int]) -> str:
-    if not _state.asked:
+    if (question := _state.question) is None:
         return "A process of these has failed, or the connection to it is broken."
-    if not _state.reached:
+    if not question.is_reached:
         return "JAX's coordinator does not answer either: it has ended, or this host is cut off from it."
-    if _state.answers is None:
+    if (answers := question.answers) is None:
         return "Nothing is known of them yet."
-    silent = [process for process in others if not _state.answers.get(process)]
+    silent = [process for process in others if not answers.get(process)]
     if silent:
         which = ", ".join(map(_name, silent))
         return f"By JAX's coordinator, no call like it waits in {which}: stopped, busy with something else, or cut off."
-    elsewhere = [f"{_name(process)} waits in {_state.answers[process]}" for process in others]
+    elsewhere = [f"{_name(process)} waits in {answers[process]}" for process in others]
     return f"All of them wait, so data is lost between them, or the calls differ: {'; '.join(elsewhere)}."
 
 
