@@ -658,8 +658,8 @@ def call_when_distributed(function: Callable[[], None]) -> None:
 
 
 def distributed_process() -> int:
-    """The index of this process, without creating a backend."""
-    return _distributed.global_state.process_id
+    """The index of this process, without creating a backend; 0 if it is alone."""
+    return _distributed.global_state.process_id if is_distributed() else 0
 
 
 def num_distributed_processes() -> int:

@@ -43,7 +43,7 @@ class Generation:
 
     def __init__(self, number: int, control: Control | None) -> None:
         self.number, self.control = number, control
-        self.process = _compat.distributed_process() if _compat.is_distributed() else 0
+        self.process = _compat.distributed_process()
         self.num_processes = _compat.num_distributed_processes()
         self.layout = Layout.of_launcher(self.num_processes)
         self._exchange: Exchange | None = None

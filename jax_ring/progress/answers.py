@@ -58,7 +58,7 @@ def _watch_alone() -> None:
         verdict = comparison.look({0: note}, elapsed, limit)
         if verdict is None:
             continue
-        process = _compat.distributed_process() if _compat.is_distributed() else 0
+        process = _compat.distributed_process()
         own = types.SimpleNamespace(rank=process, name=f"process {process} (pid {os.getpid()})")
         found = report.Found(verdict, {0: note}, {0: where(note)}, {0: own}, limit, "jax_ring.watch")
         print(f"jax_ring: {report.text(found)}", file=sys.stderr, flush=True)
@@ -118,7 +118,7 @@ def _last_calls() -> tuple[str, str]:
     from jax_ring.inspect.flight_recorder import flight_recorder  # only needed here
 
     record = flight_recorder()
-    process = _compat.distributed_process() if _compat.is_distributed() else 0
+    process = _compat.distributed_process()
     own = [call for call in record.calls if call.process == process]
     if not own:
         return text, ""
