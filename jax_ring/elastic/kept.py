@@ -17,7 +17,7 @@ from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.snapshots import Have, Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
-_SIZE_BYTES = 8  # the size of an entry, at the start of its file; 0 while the file is written
+_UNFINISHED, _FINISHED = b"\0", b"\1"  # the first byte of a file
 
 
 class CommitId(NamedTuple):
@@ -78,17 +78,18 @@ class KeptCommits:
         commit = CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), generation.number)
         owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
         header = header_of(snapshot) if is_first else None
-        entry = pickle.dumps(_Entry(commit, snapshot.num_processes, header, owners))
         arrays = snapshot.undivided() if is_first else []
         arrays = [*arrays, *map(snapshot.packed, owners or ())]
-        file = self._files[2 * self._slot + snapshot.number % 2]
-        # A process that dies in between leaves a file that nobody reads.
-        _write(file, bytes(_SIZE_BYTES), 0)
-        end = _write(file, entry, _SIZE_BYTES)
-        for array in arrays:
-            end = _write(file, np.ascontiguousarray(array).reshape(-1).view(np.uint8), end)
-        os.ftruncate(file, end)
-        _write(file, len(entry).to_bytes(_SIZE_BYTES, "little"), 0)
+        with _opened(self._files[2 * self._slot + snapshot.number % 2], "r+b") as stream:
+            # A process that dies in between leaves a file that nobody reads.
+            stream.write(_UNFINISHED)
+            stream.flush()
+            pickle.dump(_Entry(commit, snapshot.num_processes, header, owners), stream)
+            for array in arrays:
+                stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            stream.truncate()
+            stream.seek(0)
+            stream.write(_FINISHED)
 
     def commits(self) -> dict[CommitId, Have]:
         """What this host has of each commit, except of those without what is not divided."""
@@ -113,22 +114,24 @@ class KeptCommits:
         snapshot = without_arrays(header, values, 0, 0)
         parts = {}
         for entry, file, begin in entries:
-            if entry.header is not None:
-                for array in snapshot.undivided():
-                    begin = _read_into(array.reshape(-1).view(np.uint8), file, begin)
-            for owner in entry.owners or ():
-                parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
-                begin = _read_into(parts[owner], file, begin)
+            with _opened(file, "rb") as stream:
+                stream.seek(begin)
+                if entry.header is not None:
+                    for array in snapshot.undivided():
+                        _fill(array, stream)
+                for owner in entry.owners or ():
+                    parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
+                    _fill(parts[owner], stream)
         return snapshot.with_parts(parts) if parts else snapshot
 
     def _entries(self) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
         """The entries of each commit with their files and where arrays begin there; the one with a header first."""
         found: dict[CommitId, list[tuple[_Entry, int, int]]] = {}
         for file in self._files:
-            if (size := int.from_bytes(os.pread(file, _SIZE_BYTES, 0), "little")) == 0:
-                continue
-            entry: _Entry = pickle.loads(os.pread(file, size, _SIZE_BYTES))
-            found.setdefault(entry.commit, []).append((entry, file, _SIZE_BYTES + size))
+            with _opened(file, "rb") as stream:
+                if stream.read(1) == _FINISHED:
+                    entry: _Entry = pickle.load(stream)
+                    found.setdefault(entry.commit, []).append((entry, file, stream.tell()))
         for entries in found.values():
             entries.sort(key=lambda each: each[0].header is None)
         return {commit: entries for commit, entries in found.items() if entries[0][0].header is not None}
@@ -141,21 +144,12 @@ def _is_kept_file(file: int) -> bool:
         return False
 
 
-def _write(file: int, data: Any, offset: int) -> int:
-    """Writes bytes at an offset, and returns where they end."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
-    return offset
+def _opened(file: int, mode: str) -> Any:
+    """A file with a position of its own: those who inherit a descriptor share one."""
+    return open(f"/proc/self/fd/{file}", mode)
 
 
-def _read_into(array: np.ndarray, file: int, offset: int) -> int:
-    """Fills an array of bytes from an offset on, and returns where they end."""
-    view = array.data
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise OSError(f"jax_ring.elastic: a kept commit ends {len(view)} bytes too early")
-        view, offset = view[count:], offset + count
-    return offset
+def _fill(array: np.ndarray, stream: Any) -> None:
+    count = stream.readinto(array.reshape(-1).view(np.uint8))
+    if count < array.nbytes:
+        raise OSError(f"jax_ring.elastic: a kept commit ends {array.nbytes - count} bytes too early")
