@@ -81,7 +81,7 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                     "directory= and every=."
                 )
             control = _enlisted(min_processes, num_shards)
-            return _loop(train, state, control, min_processes, num_shards, args, kwargs)
+            return _loop(functools.partial(train, state, *args, **kwargs), state, control, min_processes, num_shards)
 
         return elastic_train
 
@@ -96,12 +96,11 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
       ValueError: if a process's ranks do not divide `num_shards`, or the launcher starts fewer than `min_processes`.
     """
     if not os.environ.get(CONTROL_VARIABLE):
-        if _compat.num_distributed_processes() == 1:
+        if (count := _compat.num_distributed_processes()) == 1:
             return None
         raise RuntimeError(
-            f"elastic.run: this program has {_compat.num_distributed_processes()} processes, and no launcher that "
-            "would say which of them are left. Start it with: python -m jax_ring.launch -n "
-            f"{_compat.num_distributed_processes()} script.py"
+            f"elastic.run: this program has {count} processes, and no launcher that would say which of them are left. "
+            f"Start it with: python -m jax_ring.launch -n {count} script.py"
         )
     if not _compat.is_distributed() and not os.environ.get(JOIN_VARIABLE):
         raise RuntimeError("elastic.run: call jax.distributed.initialize() first, before any other use of JAX")
@@ -136,9 +135,8 @@ def _next_generation(state: State, control: Control, after: int, reason: str, ho
 
 
 def _loop(
-    train: Callable, state: State, control: Control | None, min_processes: int, num_shards: int | None,
-    args: tuple, kwargs: dict,
-) -> Any:  # fmt: skip
+    train: Callable[[], Any], state: State, control: Control | None, min_processes: int, num_shards: int | None
+) -> Any:
     """Calls `train` once per generation until it returns or raises its own error."""
     fruitless = 0
     generation = _first_generation(state, control)
@@ -155,7 +153,7 @@ def _loop(
                     f"{count} processes with {jax.device_count()} devices do not suit min_processes={min_processes}, "
                     f"num_shards={num_shards}"
                 )
-            return train(state, *args, **kwargs)
+            return train()
         except BaseException as error:
             reason = failures.why_left(error)
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:
