@@ -86,13 +86,8 @@ def fault_point(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
-def check_faults(faults: object, num_processes: int) -> Sequence[Fault]:
-    """The faults of a mark.
-
-    Raises:
-      TypeError: unless a sequence of `Fault`.
-      ValueError: for a rank that does not exist, or is to end twice, and for another kind.
-    """
+def check_faults(faults: object, num_processes: int) -> None:
+    """Raises TypeError or ValueError unless these are faults that can all happen."""
     if not isinstance(faults, Sequence) or not all(isinstance(fault, Fault) for fault in faults):
         raise TypeError(f"faults must be a list of pytest_jax_ring.kill(...), stop(...) or delay(...), got {faults!r}")
     for fault in faults:
@@ -103,4 +98,3 @@ def check_faults(faults: object, num_processes: int) -> Sequence[Fault]:
     ended = [fault.rank for fault in faults if fault.kind != "delay"]
     if len(set(ended)) < len(ended):
         raise ValueError(f"a rank can be killed or stopped once, got {', '.join(map(str, faults))}")
-    return faults

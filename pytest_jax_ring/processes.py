@@ -33,11 +33,7 @@ class ProcessGroup:
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> None:
         """Starts a process with this one's Python.
 
-        Args:
-          arguments: of Python.
-          environment: variables beside this process's.
-          stdout: the output's file, see `file`.
-          stderr: the same for errors, maybe the same file.
+        environment: variables beside this process's. stdout, stderr: names for `file`, maybe the same.
         """
         number = len(self.popen)
         # The process is no worker of pytest-xdist, even if this one is.

@@ -26,11 +26,7 @@ def check_agreement(function: str, description: str) -> None:
 
 
 def compare(function: str, description: str, key: str, processes: Sequence[int]) -> None:
-    """Compares this process's description with those published under the same key.
-
-    Raises:
-      ValueError: if two differ, or one is missing at the deadline.
-    """
+    """Raises ValueError unless these processes publish the same description under this key before the deadline."""
     for other, value in gather(function, description.encode(), key, processes):
         theirs = value.decode()
         if theirs != description:
@@ -43,11 +39,7 @@ def compare(function: str, description: str, key: str, processes: Sequence[int])
 
 
 def gather(function: str, value: bytes, key: str, processes: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Publishes a value, and yields (process, value) as values are fetched.
-
-    Raises:
-      ValueError: if one is missing at the deadline.
-    """
+    """Publishes a value, and yields (process, value) as they come; raises ValueError if one is late."""
     publish, fetch = _compat.key_value_store(runtime.timeout())
     process = jax.process_index()
     publish(f"{key}/{process}", value)

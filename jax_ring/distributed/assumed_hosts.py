@@ -60,11 +60,7 @@ def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
 
 
 def assumed_host_of(process: int) -> int | str:
-    """The host of a process whose devices are not there.
-
-    Raises:
-      ValueError: if `assume_hosts()` does not name it.
-    """
+    """The host of a process whose devices are not there; raises ValueError if `assume_hosts()` does not name it."""
     if (pairs := assumed()) is None:
         return process
     hosts = dict(pairs)

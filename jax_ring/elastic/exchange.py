@@ -39,12 +39,9 @@ class Exchange:
         return self._run(elastic_most, np.asarray([numbers], np.int32))[0].tolist()
 
     def gather(self, own: np.ndarray, sizes: Sequence[int], wanted: Sequence[int]) -> dict[int, np.ndarray]:
-        """The bytes of some of the processes.
+        """The bytes of some of the processes, which may differ between processes.
 
-        Args:
-          own: of this process: uint8.
-          sizes: the bytes of each process.
-          wanted: the processes to return, which may differ between processes.
+        own: the bytes of this process, uint8. sizes: how many each process has.
         """
         assert len(own) == sizes[self.process]
 
@@ -63,9 +60,7 @@ class Exchange:
     def broadcast(self, own: np.ndarray | None, size: int, root: int) -> np.ndarray | None:
         """The bytes of process `root`, for processes that pass None; None for others.
 
-        Args:
-          own: in the root the bytes, uint8; elsewhere anything but None if they are there.
-          size: the number of bytes.
+        own: in the root the bytes, uint8; elsewhere anything but None if they are there.
         """
 
         def elastic_broadcast(x):

@@ -101,13 +101,7 @@ class KeptCommits:
         return found
 
     def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
-        """One of `commits`, with the parts that are here.
-
-        values: the state whose structure it must have.
-
-        Raises:
-          RuntimeError: if it has another one.
-        """
+        """One of `commits`, with the parts that are here. values: the state whose structure it must have."""
         entries = self._entries()[commit]
         header = entries[0][0].header
         assert header is not None

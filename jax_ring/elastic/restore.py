@@ -193,9 +193,7 @@ def _assembled(
 ) -> Snapshot:
     """A commit with all parts, in all processes.
 
-    Args:
-      snapshot: this process's, if it has it.
-      have: what each process has.
+    snapshot: this process's, if it has it. have: what each process has.
     """
     if generation.num_processes == 1:
         assert snapshot is not None

@@ -163,11 +163,7 @@ class State:
 
 
 def _agreed(generation: Generation, snapshot: Snapshot) -> bool:
-    """Whether members change after this commit.
-
-    Raises:
-      RuntimeError: if others commit something else.
-    """
+    """Whether members change after this commit; raises RuntimeError if others commit something else."""
     pending = generation.change_pending()
     if generation.num_processes == 1:
         return pending
