@@ -10,7 +10,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.backend
@@ -643,7 +643,7 @@ def distributed_client():
     return client
 
 
-def call_when_distributed(function: Callable[[], None]) -> None:
+def call_when_distributed(function: Callable[[], Any]) -> None:
     """Calls a function whenever `jax.distributed` is initialized, and now if it is."""
     state = type(_distributed.global_state)
     initialize = state.initialize

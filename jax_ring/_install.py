@@ -34,5 +34,5 @@ def install() -> None:
     # A forked child lacks JAX's threads.
     os.register_at_fork(after_in_child=runtime.note_fork)
     # Other processes wait for the host and the GPUs of this one. Read its GPUs no earlier than JAX does.
-    discovery.publish()
+    _compat.call_when_distributed(discovery.publish)
     _compat.call_with_plugins(discovery.publish_with_plugins)

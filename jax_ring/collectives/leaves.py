@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, split_axes
-from jax_ring.distributed import discovery
 from jax_ring.lowering.kinds import Kind, is_number
 
 _BOOL = np.dtype(bool)
@@ -31,7 +30,6 @@ def fused(
     run: (operands, *key) -> results.
     key_of: (operand, before it becomes bits) -> key, if operands that share a call need to have equal ones.
     """
-    discovery.publish()  # the lowering in another process may be waiting for it
     leaves, structure = jax.tree.flatten(tree)
     together, from_bits = defaultdict(list), {}
     for i, leaf in enumerate(leaves):

@@ -21,7 +21,6 @@ from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
-from jax_ring.distributed import discovery
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
@@ -62,7 +61,6 @@ def quantized_psum(
         the second over the ranks, up to rounding in float32. Where it is not finite, the first is the same infinity or
         NaN, and the second 0.
     """
-    discovery.publish()  # the lowering in another process may be waiting for it
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
     if not axes:
         return x, jnp.zeros_like(x) if with_error else None

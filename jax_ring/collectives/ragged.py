@@ -12,7 +12,6 @@ from jax_ring.collectives.axes import AxisName, Groups, axes_of, check_groups, c
 from jax_ring.collectives.exchange import ring_all_to_all
 from jax_ring.collectives.leaves import as_varying, check_dtype
 from jax_ring.collectives.vmap_axis import accumulator_dtype
-from jax_ring.distributed import discovery
 from jax_ring.lowering import ragged
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.kinds import RAGGED_ALL_TO_ALL
@@ -90,7 +89,6 @@ def ring_ragged_all_to_all(
     if operand.dtype != output.dtype:
         raise ValueError(f"{function}: operand is {operand.dtype} and output {output.dtype}; they must be of one dtype")
     check_dtype(function, RAGGED_ALL_TO_ALL, "sum", operand)
-    discovery.publish()  # the lowering in another process may be waiting for it
     # Batching and the transpose add offsets, to numbers of rows that a small type may not hold.
     numbers = [x.astype(accumulator_dtype(x.dtype)) for x in numbers]
     operands = _alike([operand, output, *numbers], axes)

@@ -77,12 +77,10 @@ _has_plugins = False  # whether JAX has loaded its plugins and may use GPUs
 
 
 def publish() -> _Membership | None:
-    """Publishes this process's host, once per runtime; None without one.
+    """Publishes this process's host, for which others may wait, once per runtime; None without one.
 
     With GPU kernels and loaded plugins also its GPUs, which earlier might start CUDA before `CUDA_VISIBLE_DEVICES` is
     set.
-
-    Call it as soon as `jax.distributed` may be initialized: others may wait for it.
     """
     global _membership
     with _lock:
@@ -125,10 +123,7 @@ def host_of(process: int) -> str:
     membership = _current_membership()
     hosts = membership.hosts
     if process not in hosts:
-        advice = (
-            "A process does so when it imports jax_ring after jax.distributed.initialize(), or else when it traces its "
-            "first jax_ring collective"
-        )
+        advice = "A process does so when it has imported jax_ring and called jax.distributed.initialize()"
         published = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
         host = _Host(*published.split(_SEPARATOR))
         own = _compat.distributed_process()
@@ -170,10 +165,7 @@ def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
     until = time.monotonic() + runtime.timeout()
     for process in processes:
         if process not in membership.gpus:
-            advice = (
-                "A process does so when JAX starts its GPU backend, if it has imported jax_ring after "
-                "jax.distributed.initialize() by then, or else when it traces its first jax_ring collective"
-            )
+            advice = "A process does so when JAX has started its GPU backend and it has imported jax_ring"
             left = max(0.001, until - time.monotonic())
             published = _fetch(_gpus_key(process), process, "GPUs", advice, left)
             membership.gpus[process] = Gpus.from_bytes(published)

@@ -5,7 +5,6 @@ import threading
 from typing import Self
 
 from jax_ring import _compat
-from jax_ring.distributed import discovery
 from jax_ring.lowering import lax_rules, tuning
 from jax_ring.lowering.hlo import hook
 from jax_ring.lowering.override_state import Settings, enabled
@@ -123,7 +122,6 @@ _thread_overrides = _ThreadOverrides()
 def _enable(override: Override) -> None:
     global _num_open
     _check_not_tracing()
-    discovery.publish()  # other processes may be waiting for this host
     with _lock:
         if not _num_open:
             _register()

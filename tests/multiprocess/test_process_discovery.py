@@ -57,6 +57,26 @@ def test_only_one_process_lowers():
         client().key_value_set("lowered", "")
 
 
+def initialize_after_import():
+    """Process 1 does no more than that."""
+    import jax_ring  # noqa: F401
+
+    jax.distributed.initialize(**watched.distributed)
+    if jax.process_index() == 1:
+        client().blocking_key_value_get("lowered", 60_000)
+        return
+    try:
+        assert attributes(lowered(Mesh(np.array(jax.devices()), "i"))) == [("[0, 1]", "jit_f#0")] * 2
+    finally:
+        client().key_value_set("lowered", "")
+
+
+def test_a_process_joins_when_it_initializes():
+    with Processes(initialize_after_import, 2, environment={"JAX_RING_TIMEOUT_S": "20"}, distributed=None) as program:
+        results = program.wait()
+    assert [result.returncode for result in results] == [0, 0], as_text(results)
+
+
 def initialize_twice(addresses):
     """jax_ring is imported before jax.distributed is initialized, and stays imported after its shutdown."""
     from jax_ring.distributed import discovery
