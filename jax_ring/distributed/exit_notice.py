@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jax_ring import _compat, _ffi_cpu, runtime
+from jax_ring.distributed import xla_timeouts
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
@@ -120,6 +121,9 @@ def _chain_excepthook() -> Callable:
             with contextlib.suppress(Exception):  # the user's exception matters more
                 abort(departure_by(error))
         previous(error_type, error, traceback)
+        with contextlib.suppress(Exception):
+            if explanation := xla_timeouts.explanation_of(error):
+                print(explanation, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
     return hook

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jax_ring import _compat, runtime
 from jax_ring.launcher import foreign_errors
@@ -80,7 +80,6 @@ def watch(names: Mapping[int, str]) -> None:
         if not _state.is_watching:
             _state.is_watching = True
             _compat.complete_errors(complete)
-            sys.excepthook = _explain_uncaught(sys.excepthook)
             threading.Thread(target=_run, name="jax_ring-between-hosts", daemon=True).start()
 
 
@@ -162,15 +161,9 @@ def complete(text: str) -> str:
     return text + added if text == completed else text
 
 
-def _explain_uncaught(previous: Callable) -> Callable:
-    """An excepthook that completes such errors where they are ValueErrors."""
-
-    def explain(kind, error, traceback) -> None:
-        previous(kind, error, traceback)
-        if isinstance(error, ValueError) and (added := complete(str(error)).removeprefix(str(error))):
-            print(added.strip(), file=sys.stderr, flush=True)
-
-    return explain
+def explanation_of(error: BaseException) -> str:
+    """What `complete` would add to such an error that is a ValueError, if anything."""
+    return complete(str(error)).removeprefix(str(error)).strip() if isinstance(error, ValueError) else ""
 
 
 def _describe(call: runtime.CallOfXla) -> str:

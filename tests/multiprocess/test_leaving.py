@@ -177,6 +177,19 @@ def test_a_process_that_has_ended_is_recognized():
     assert exit_notice._has_ended(other)
 
 
+def test_the_hook_explains_what_xla_raises_as_a_value_error(monkeypatch, capsys):
+    call = runtime.CallOfXla(3.0, "ring_psum of float32[2]", [0, 1])
+    monkeypatch.setattr(runtime, "take_calls_of_xla", lambda: [call])
+    monkeypatch.setattr(exit_notice, "abort", lambda how: None)
+    monkeypatch.setattr(sys, "excepthook", lambda *exception: None)
+    exit_notice._chain_excepthook()
+    for error in (ValueError("bad batch"), RuntimeError("Gloo all-reduce failed")):
+        sys.excepthook(type(error), error, None)
+        assert capsys.readouterr().err == ""
+    sys.excepthook(ValueError, ValueError("Gloo all-reduce failed: timed out"), None)
+    assert "has waited 3.0 s in ring_psum of float32[2], which XLA serves between hosts" in capsys.readouterr().err
+
+
 def test_the_hook_calls_the_one_before(monkeypatch):
     told, shown = [], []
     monkeypatch.setattr(exit_notice, "abort", told.append)
