@@ -91,7 +91,7 @@ class Rank:
                 self._config.pluginmanager.unregister(name="terminalreporter")
 
     def pytest_runtest_setup(self) -> None:
-        expect([Fault(*fault) for fault in self._task["faults"]], self._note)
+        expect([Fault(*fault) for fault in self._task["faults"]], lambda fault: self._write("fault", str(fault)))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self):
@@ -102,9 +102,6 @@ class Rank:
         elif str(report.longrepr).startswith("[XPASS(strict)]"):
             report.outcome = "passed"
         return report
-
-    def _note(self, fault: Fault) -> None:
-        self._write("fault", str(fault))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self._config.hook
