@@ -234,8 +234,8 @@ def _cuda_tool(name: str) -> str | None:
 
 
 # In the order in which failures tell most: the kernels alone, then queues and graphs, then memory, then processes, and
-# only then JAX. Without a GPU all modes are the same, the native tests run the code with more ranks, and JAX's processes
-# use the CPU engine. So a dry run tries all modes with 3 ranks only, JAX with 2, and runs the tests of a file at once.
+# only then JAX. Without a GPU all modes are the same, the native tests run the code with more ranks, and JAX has the
+# CPU engine. So a dry run tries all modes with 3 ranks only, JAX with 2, and runs the tests of a file at once.
 PARTS = {
     "machine": Part(machine, 40),
     "first_calls": Part(first_calls, 60),
