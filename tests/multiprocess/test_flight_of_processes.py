@@ -80,11 +80,15 @@ def test_every_process_knows_who_was_late():
     total, _, x = _program()
     total(x).block_until_ready()
     jax_ring.statistics(reset=True)
+    seen = set()
     for _ in range(5):
         if jax.process_index() == 1:
-            # Both ranks of the other process wait from here on, however slow it is.
-            while not any((each.process, each.state) == (0, "ready") for each in jax_ring.flight_recorder().calls):
+            # Both ranks of the other process wait from here on, however slow it is. A call that it waited in before may
+            # not have ended there.
+            while not (ready := {each.sequence for each in jax_ring.flight_recorder().calls
+                                 if (each.process, each.state) == (0, "ready")} - seen):  # fmt: skip
                 time.sleep(0.001)
+            seen |= ready
             time.sleep(0.1)
         total(x).block_until_ready()
     statistics = jax_ring.statistics()
