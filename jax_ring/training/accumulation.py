@@ -12,7 +12,7 @@ from jax_ring import _compat
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
 from jax_ring.options import check_arrays, check_function, integer, path_text
-from jax_ring.training.same_bits.cuts import axes_of_leaves, check_in_axes, dimension_of_cut
+from jax_ring.training.same_bits.cuts import check_in_axes, dimensions_of_cuts
 
 
 def accumulate_gradients(
@@ -57,12 +57,12 @@ def accumulate_gradients(
         arguments = _Arguments.of(num_microbatches, in_axes, data, whole)
 
         def of_microbatch(params, own, others):
-            positional, keywords = arguments.filled(own, others)
-            return _checked(fun(params, *positional, **keywords), has_aux)
+            positional, keywords = arguments.filled(own | others)
+            return _value_and_aux(fun(params, *positional, **keywords), has_aux)
 
-        mean = _differentiable_mean(of_microbatch, params, arguments, num_microbatches, has_aux)
+        mean = _differentiable_mean(of_microbatch, params, arguments, num_microbatches)
         try:
-            value, aux = mean(params, *arguments.arrays)
+            value, aux = mean(params, arguments.microbatches, arguments.others)
         except jax.errors.UnexpectedTracerError as error:
             raise jax.errors.UnexpectedTracerError(
                 "accumulate_gradients: fun closes over a value that is being differentiated, or over one of a "
@@ -78,75 +78,71 @@ class _Arguments(NamedTuple):
     """What a loss gets besides parameters.
 
     Attributes:
-      given_as: (path, leaf) of each.
-      leaves: those that are split are stacked micro-batches.
+      given: (path, leaf) of each.
       structure: of (positional arguments, keyword arguments).
-      split: the positions of leaves that are split.
-      others: those of other arrays.
+      microbatches: by position among the leaves, those that are split, stacked.
+      others: other arrays.
     """
 
-    given_as: list
-    leaves: list
+    given: list
     structure: Any
-    split: list[int]
-    others: list[int]
+    microbatches: dict[int, jax.Array]
+    others: dict[int, jax.Array]
 
     @classmethod
     def of(cls, num_microbatches: int, in_axes: Any, data: tuple, whole: dict[str, Any]) -> Self:
-        axes = axes_of_leaves("accumulate_gradients", in_axes, data)
-        pairs, structure = jax.tree.flatten_with_path((data, whole))
-        given_as = [(path[1:], leaf) for path, leaf in pairs]
-        leaves = [leaf for _, leaf in pairs]
-        for i, axis in enumerate(axes):
-            if axis is not None:
-                leaves[i] = _split(num_microbatches, *given_as[i], axis)
-        split = [i for i, axis in enumerate(axes) if axis is not None]
-        if not split:
+        dimensions = dimensions_of_cuts(
+            "accumulate_gradients", in_axes, data, num_microbatches, "micro-batches", "every micro-batch"
+        )
+        if not dimensions:
             raise ValueError(
                 f"accumulate_gradients: in_axes splits no argument into {num_microbatches} micro-batches. Pass data as "
                 "positional arguments after the parameters; keyword arguments are passed whole."
             )
-        others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and i not in split]
-        return cls(given_as, leaves, structure, split, others)
+        given, structure = jax.tree.flatten_with_path((data, whole))
+        microbatches = {
+            i: jnp.moveaxis(split_dimension(given[i][1], dimension, num_microbatches), dimension, 0)
+            for i, dimension in dimensions.items()
+        }
+        others = {i: leaf for i, (_, leaf) in enumerate(given) if isinstance(leaf, jax.Array) and i not in dimensions}
+        return cls(given, structure, microbatches, others)
 
-    @property
-    def arrays(self) -> tuple[list, list]:
-        """Stacked micro-batches, and what each gets whole."""
-        return [self.leaves[i] for i in self.split], [self.leaves[i] for i in self.others]
+    def filled(self, arrays: dict[int, jax.Array]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments for a micro-batch, with its arrays."""
+        return jax.tree.unflatten(self.structure, [arrays.get(i, leaf) for i, (_, leaf) in enumerate(self.given)])
 
-    def filled(self, own: list, others: list) -> tuple[tuple, dict[str, Any]]:
-        """The arguments for a micro-batch."""
-        parts = list(self.leaves)
-        for i, part in zip([*self.split, *self.others], [*own, *others], strict=True):
-            parts[i] = part
-        return jax.tree.unflatten(self.structure, parts)
-
-    def refuse_derivatives(self, microbatches: list, others: list) -> None:
+    def refuse_derivatives(self, arrays: dict) -> None:
         """Raises NotImplementedError if one of the arrays is differentiated."""
-        for i, argument in zip([*self.split, *self.others], [*microbatches, *others], strict=True):
-            if argument.perturbed:
-                raise _not_differentiable(*self.given_as[i])
+        for i, array in arrays.items():
+            if array.perturbed:
+                path, leaf = self.given[i]
+                raise NotImplementedError(
+                    f"accumulate_gradients: the argument at {jax.tree_util.keystr(path[1:])}, of type "
+                    f"{jax.typeof(leaf)}, is differentiated, and gradients are accumulated for the first argument "
+                    "alone. What every micro-batch gets whole can be put into the first argument. For gradients of "
+                    "data that is split, differentiate fun itself."
+                )
 
 
 def _differentiable_mean(
-    of_microbatch: Callable, params: Any, arguments: _Arguments, num_microbatches: int, has_aux: bool
+    of_microbatch: Callable, params: Any, arguments: _Arguments, num_microbatches: int
 ) -> Callable:
     """(params, microbatches, others) -> (mean value, auxiliary data), with a rule that adds gradients in a scan."""
 
     # Pass the data as an argument: inside jit or checkpoint it is traced, and a custom_vjp must not close over tracers.
     @jax.custom_vjp
     def mean(params, microbatches, others):
-        values, aux = lax.map(lambda own: _as_pair(of_microbatch(params, own, others), has_aux), microbatches)
+        values, aux = lax.map(lambda own: of_microbatch(params, own, others), microbatches)
         return values.mean(), aux
 
     def forward(params, microbatches, others):
-        arguments.refuse_derivatives(microbatches, others)
+        arguments.refuse_derivatives(microbatches | others)
         params, microbatches, others = jax.tree.map(lambda x: x.value, (params, microbatches, others))
 
         def step(totals, own):
-            out, grads = jax.value_and_grad(of_microbatch, has_aux=has_aux, allow_int=True)(params, own, others)
+            out, grads = jax.value_and_grad(of_microbatch, has_aux=True, allow_int=True)(params, own, others)
             added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
-            return added, _as_pair(out, has_aux)
+            return added, out
 
         zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in _of_inexact(params, params)]
         totals, (values, aux) = lax.scan(step, zeros, microbatches)
@@ -188,22 +184,6 @@ def _scaled(total: jax.Array, scale: jax.Array, p: Any) -> jax.Array:
     return (total * scale.astype(total.dtype)).astype(p.dtype)
 
 
-def _split(num_microbatches: int, path, x: Any, axis: int) -> Any:
-    """Blocks of x along `axis`, stacked along a new first dimension."""
-    dimension = dimension_of_cut(
-        "accumulate_gradients", path, x, axis, num_microbatches, "micro-batches", "every micro-batch"
-    )
-    return jnp.moveaxis(split_dimension(x, dimension, num_microbatches), dimension, 0)
-
-
-def _not_differentiable(path, x: Any) -> NotImplementedError:
-    return NotImplementedError(
-        f"accumulate_gradients: the argument at {jax.tree_util.keystr(path)}, of type {jax.typeof(x)}, is "
-        "differentiated, and gradients are accumulated for the first argument alone. What every micro-batch gets "
-        "whole can be put into the first argument. For gradients of data that is split, differentiate fun itself."
-    )
-
-
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -214,19 +194,16 @@ def _of_inexact(params: Any, tree: Any) -> list:
     return [leaf for p, leaf in pairs if _is_inexact(p)]
 
 
-def _as_pair(out: Any, has_aux: bool) -> tuple:
-    return out if has_aux else (out, None)
-
-
-def _checked(out: Any, has_aux: bool) -> Any:
-    """What `fun` returned. Raises TypeError unless it is a micro-batch's loss."""
-    value = out[0] if has_aux else out
-    if [jnp.shape(x) for x in jax.tree.leaves(value)] != [()] or isinstance(value, tuple | list | dict):
+def _value_and_aux(out: Any, has_aux: bool) -> tuple:
+    """What `fun` returned, with None without auxiliary data. Raises TypeError unless it is a micro-batch's loss."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    value, aux = out if has_aux and is_pair else (out, None)
+    is_scalar = [jnp.shape(x) for x in jax.tree.leaves(value)] == [()] and not isinstance(value, tuple | list | dict)
+    if not is_scalar or (has_aux and not is_pair):
         raise TypeError(
             "accumulate_gradients: fun must return a scalar, the loss of a micro-batch, or with has_aux=True a pair of "
             f"it and more; got {jax.tree.map(jax.typeof, value)}. Gradients are taken around it, not in it: "
             'value_and_grad(accumulate_gradients(loss, 2), "data").'
         )
-    if has_aux:
-        check_arrays("accumulate_gradients", "the auxiliary data", out[1])
-    return out
+    check_arrays("accumulate_gradients", "the auxiliary data", aux)
+    return value, aux

@@ -17,12 +17,40 @@ def check_in_axes(function: str, in_axes: Any) -> None:
         )
 
 
-def axes_of_leaves(function: str, in_axes: Any, data: tuple) -> list[int | None]:
-    """The axis of each leaf of the arguments that are not parameters.
+def dimensions_of_cuts(function: str, in_axes: Any, data: tuple, count: int, parts: str, whole: str) -> dict[int, int]:
+    """By position in the leaves of the arguments after the parameters, the dimension that is cut into `count` blocks.
+
+    Dimensions count from the front. Leaves that are not cut are missing.
+
+    Args:
+      parts: of the blocks, such as "micro-batches", for errors.
+      whole: who gets an uncut leaf, such as "every micro-batch".
 
     Raises:
-      ValueError: if `in_axes` does not fit the arguments.
+      ValueError: if `in_axes` does not fit the arguments, there is no such dimension, or `count` does not divide it.
     """
+    axes, leaves = _axes_of_leaves(function, in_axes, data), jax.tree_util.tree_leaves_with_path(data)
+    dimensions = {}
+    for i, (axis, (path, leaf)) in enumerate(zip(axes, leaves, strict=True)):
+        if axis is None:
+            continue
+        where, shape = jax.tree_util.keystr(path), jnp.shape(leaf)
+        if not shape:
+            raise ValueError(
+                f"{function}: the argument at {where} after the first is a scalar, which cannot be split. To give it "
+                f"to {whole}, give it None in in_axes, or pass it as a keyword argument."
+            )
+        dimensions[i] = canonical_dimension(function, f"in_axes{where}:", axis, len(shape))
+        if shape[dimensions[i]] % count:
+            raise ValueError(
+                f"{function}: {count} {parts} do not divide dimension {axis} of the argument at {where} after the "
+                f"first, of shape {shape}"
+            )
+    return dimensions
+
+
+def _axes_of_leaves(function: str, in_axes: Any, data: tuple) -> list[int | None]:
+    """The entry of `in_axes` for each leaf."""
     entries = list(in_axes) if isinstance(in_axes, tuple | list) else [in_axes] * len(data)
     if len(entries) != len(data):
         raise ValueError(
@@ -42,32 +70,6 @@ def axes_of_leaves(function: str, in_axes: Any, data: tuple) -> list[int | None]
                 f"{function}: in_axes[{i}] is {entry}, which is not a prefix of the argument: {error}"
             ) from None
     return axes
-
-
-def dimension_of_cut(function: str, path, x: Any, axis: int, count: int, parts: str, whole: str) -> int:
-    """The dimension along which an argument is cut into `count` blocks, from the front.
-
-    Args:
-      path: of the leaf, for errors.
-      parts: of the blocks, such as "micro-batches".
-      whole: who gets an uncut leaf, such as "every micro-batch".
-
-    Raises:
-      ValueError: if there is no such dimension, or `count` does not divide it.
-    """
-    where, shape = jax.tree_util.keystr(path), jnp.shape(x)
-    if not shape:
-        raise ValueError(
-            f"{function}: the argument at {where} after the first is a scalar, which cannot be split. To give it to "
-            f"{whole}, give it None in in_axes, or pass it as a keyword argument."
-        )
-    dimension = canonical_dimension(function, f"in_axes{where}:", axis, len(shape))
-    if shape[dimension] % count:
-        raise ValueError(
-            f"{function}: {count} {parts} do not divide dimension {axis} of the argument at {where} after the first, "
-            f"of shape {shape}"
-        )
-    return dimension
 
 
 def _is_none(x: Any) -> bool:

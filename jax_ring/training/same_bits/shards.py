@@ -14,7 +14,7 @@ from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
 from jax_ring.training.same_bits.audit import Audited, Findings
-from jax_ring.training.same_bits.cuts import axes_of_leaves, dimension_of_cut
+from jax_ring.training.same_bits.cuts import dimensions_of_cuts
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
@@ -53,7 +53,7 @@ def differentiate_shards(
     """
     axes, function, num_shards = axes_of(axis_name), shards.function, shards.num_shards
     each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
-    data = _Data.of(function, args, kwargs, parameters, shards.in_axes, each, num_shards)
+    data = _Data.of(shards, args, kwargs, parameters, each)
     body = _Body.traced(function, local, data, kwargs, first, axes)
     condition = hidden_one([*args, *kwargs.values()], axes)
 
@@ -103,54 +103,46 @@ class _Data(NamedTuple):
       args: all positional arguments.
       parameters: the positions of those that are not cut.
       leaves: those of the others.
-      cuts: for each leaf its dimension that is cut and the size of a block; None if every shard gets it whole.
+      dimensions: by position among the leaves, the dimension that is cut. Every shard gets other leaves whole.
       each: the number of shards.
     """
 
     args: Sequence[Any]
     parameters: Sequence[int]
     leaves: list
-    cuts: list[tuple[int, int] | None]
+    dimensions: dict[int, int]
     each: int
 
     @classmethod
-    def of(cls, function, args, kwargs, parameters, in_axes, each, num_shards) -> "_Data":
+    def of(cls, shards: Shards, args: Sequence, kwargs: dict, parameters: Sequence[int], each: int) -> "_Data":
+        function, num_shards = shards.function, shards.num_shards
         others = tuple(x for i, x in enumerate(args) if i not in parameters)
-        paths = jax.tree_util.tree_leaves_with_path(others)
-        axes = axes_of_leaves(function, in_axes, others)
-        if (others or kwargs) and all(axis is None for axis in axes):
+        dimensions = dimensions_of_cuts(
+            function, shards.in_axes, others, each, f"shards of a rank ({num_shards} in all)", "every shard"
+        )
+        if (others or kwargs) and not dimensions:
             raise ValueError(
                 f"{function}: in_axes cuts no argument into shards, so that all {num_shards} would be equal. Pass data "
                 "as positional arguments after the parameters; keyword arguments are passed whole."
             )
-        cuts: list[tuple[int, int] | None] = []
-        for (path, leaf), axis in zip(paths, axes, strict=True):
-            if axis is None:
-                cuts.append(None)
-                continue
-            dimension = dimension_of_cut(
-                function, path, leaf, axis, each, f"shards of a rank ({num_shards} in all)", "every shard"
-            )
-            cuts.append((dimension, jnp.shape(leaf)[dimension] // each))
-        return cls(args, parameters, [leaf for _, leaf in paths], cuts, each)
+        return cls(args, parameters, jax.tree.leaves(others), dimensions, each)
 
     def shard(self, shard: Any) -> list:
         """The parts of the leaves that are cut."""
-        parts = []
-        for leaf, cut in zip(self.leaves, self.cuts, strict=True):
-            if cut is None:
-                continue
-            dimension, size = cut
-            parts.append(
-                jnp.asarray(leaf) if self.each == 1
-                else lax.dynamic_slice_in_dim(jnp.asarray(leaf), shard * size, size, dimension)
-            )  # fmt: skip
-        return parts
+
+        def part(leaf, dimension):
+            if self.each == 1:
+                return leaf
+            size = leaf.shape[dimension] // self.each
+            return lax.dynamic_slice_in_dim(leaf, shard * size, size, dimension)
+
+        return [part(jnp.asarray(self.leaves[i]), dimension) for i, dimension in self.dimensions.items()]
 
     def arguments(self, parts: Sequence) -> list:
         """The positional arguments for a shard."""
-        rest = iter(parts)
-        leaves = [leaf if cut is None else next(rest) for leaf, cut in zip(self.leaves, self.cuts, strict=True)]
+        leaves = list(self.leaves)
+        for i, part in zip(self.dimensions, parts, strict=True):
+            leaves[i] = part
         others = [x for i, x in enumerate(self.args) if i not in self.parameters]
         own = iter(jax.tree.unflatten(jax.tree.structure(others), leaves))
         return [x if i in self.parameters else next(own) for i, x in enumerate(self.args)]
