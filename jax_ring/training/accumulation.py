@@ -5,13 +5,13 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_ring import _compat
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering.custom_call.layout import split_dimension
 from jax_ring.options import check_arrays, check_function, integer, path_text
+from jax_ring.training.parameters import floats, with_float0
 from jax_ring.training.same_bits.cuts import check_in_axes, dimensions_of_cuts
 
 
@@ -141,22 +141,19 @@ def _differentiable_mean(
 
         def step(totals, own):
             out, grads = jax.value_and_grad(of_microbatch, has_aux=True, allow_int=True)(params, own, others)
-            added = [t + g.astype(t.dtype) for t, g in zip(totals, _of_inexact(params, grads), strict=True)]
+            added = [t + g.astype(t.dtype) for t, g in zip(totals, floats(grads), strict=True)]
             return added, out
 
-        zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in _of_inexact(params, params)]
+        zeros = [jnp.zeros_like(p, accumulator_dtype(p.dtype)) for p in floats(params)]
         totals, (values, aux) = lax.scan(step, zeros, microbatches)
         return (values.mean(), aux), totals
 
     def backward(totals, cotangents):
         of_value, of_aux = cotangents
         _refuse_derivatives_of_aux(of_aux)
-        scale, rest = of_value / num_microbatches, iter(totals)
-
-        def gradient(p):
-            return _scaled(next(rest), scale, p) if _is_inexact(p) else np.zeros(p.shape, jax.dtypes.float0)
-
-        return jax.tree.map(gradient, params), None, None
+        scale = of_value / num_microbatches
+        scaled = [_scaled(total, scale, p) for total, p in zip(totals, floats(params), strict=True)]
+        return with_float0(scaled, params), None, None
 
     mean.defvjp(forward, backward, symbolic_zeros=True)
     return mean
@@ -182,16 +179,6 @@ def _scaled(total: jax.Array, scale: jax.Array, p: Any) -> jax.Array:
             f"loss, or cast the parameters before: lax.pcast(params, {tuple(missing)}, to='varying')."
         )
     return (total * scale.astype(total.dtype)).astype(p.dtype)
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _of_inexact(params: Any, tree: Any) -> list:
-    """A tree's leaves where `params` has floats or complex numbers."""
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(tree), strict=True)
-    return [leaf for p, leaf in pairs if _is_inexact(p)]
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple:

@@ -7,21 +7,20 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
-from jax_ring.training.parameters import check_parameters
+from jax_ring.training.parameters import check_parameters, floats, is_float0, is_inexact, with_float0
 from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.audit import Audit
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.shards import differentiate_shards, first_shard
 from jax_ring.training.sentinel import Digests, after, check_when, digests, verdict
-from jax_ring.training.sync import Reduction, ReductionOptions, is_float0
+from jax_ring.training.sync import Reduction, ReductionOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -330,8 +329,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
     _refuse_key(reduction)
     _check_summed_once(tree, axis_name)
 
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    tree = jax.tree.map(jnp.asarray, tree)
 
     def copies(xs):
         return [own_copy(x, axis_name) for x in xs]
@@ -344,17 +342,11 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
             "reduce_in_backward out of the inner one, whose gradients are then reduced after its backward pass, or "
             "stop them by lax.stop_gradient.",
         )
-        whole: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
-        for i, x in zip(places, cotangents, strict=True):
-            whole[i] = x
-        sums = reduction.reduce(
-            jax.tree.unflatten(structure, whole), axis_name, 1, headroom=num_ranks(axes_of(axis_name))
-        ).tree
-        return [jax.tree.leaves(sums)[i] for i in places]
+        gradients, count = with_float0(cotangents, tree), num_ranks(axes_of(axis_name))
+        return floats(reduction.reduce(gradients, axis_name, 1, headroom=count).tree)
 
-    results = copies(leaves)
-    if places:
-        own = transposed_by(reduced, [leaves[i] for i in places], forward=copies, axes=axes_of(axis_name))
-        for i, x in zip(places, own, strict=True):
-            results[i] = x
-    return jax.tree.unflatten(structure, results)
+    own = floats(tree)
+    if own:
+        own = transposed_by(reduced, own, forward=copies, axes=axes_of(axis_name))
+    rest = iter(own)
+    return jax.tree.map(lambda x: next(rest) if is_inexact(x) else own_copy(x, axis_name), tree)

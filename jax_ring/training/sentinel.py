@@ -24,7 +24,8 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.sync import Reduced, Reduction, is_float0
+from jax_ring.training.parameters import is_float0
+from jax_ring.training.sync import Reduced, Reduction
 from jax_ring.training.wire import UNCHANGED
 from jax_ring.training.zero.by_parameter.shards import ParameterShards
 from jax_ring.training.zero.vectors import ShardedParams

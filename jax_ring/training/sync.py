@@ -18,6 +18,7 @@ from jax_ring.distributed.agreement import check_agreement
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.parameters import is_float0
 from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
@@ -258,10 +259,6 @@ def wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any = None) 
             "key out, or pass wire='int8'."
         )
     return float_wire(function, name, dtype)
-
-
-def is_float0(x: Any) -> bool:
-    return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def _numbers(gradients: Any, tree: Any) -> Any:

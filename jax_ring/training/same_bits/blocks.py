@@ -4,7 +4,7 @@ A product cut by columns or rows has other bits than the whole, because kernels 
 have the same bits anywhere, and their tree does not depend on ranks. Shown for inference in arXiv:2511.17826.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
 from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
+from jax_ring.training.parameters import floats, is_inexact, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 
@@ -192,8 +193,8 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
         return where.summed(lambda block, inputs: f(block, inputs, closed_over), blocks, inputs)
 
     def pullback_of(block, inputs, closed_over):
-        xs, of_xs = _floats((block, inputs))
-        return jax.vjp(lambda xs: f(*of_xs(xs), closed_over), xs)
+        both = block, inputs
+        return jax.vjp(lambda xs: f(*_with_floats(both, xs), closed_over), floats(both))
 
     def forward(blocks, inputs, closed_over):
         if remat:
@@ -222,38 +223,20 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
                 known, rest = jax.tree.leaves((block, inputs)), iter(kept[0])
                 pullback = jax.tree.unflatten(structure, [next(rest) if i is None else known[i] for i in places])
             (of_floats,) = pullback((of_own, of_sums))
-            count = len(_floats(block)[0])
+            count = len(floats(block))
             return of_floats[:count], of_floats[count:]
 
         of_blocks, of_inputs = _differentiable(
             where, gradients, [blocks, of_own, *kept], [inputs, of_sums], closed_over, remat
         )
-        return _cotangents(blocks, of_blocks), _cotangents(inputs, of_inputs), None
+        return with_float0(of_blocks, blocks), with_float0(of_inputs, inputs), None
 
     call = jax.custom_vjp(applied)
     call.defvjp(forward, backward)
     return call(blocks, inputs, closed_over)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _floats(tree: Any) -> tuple[list, Callable[[list], Any]]:
-    """Leaves of floats, and the way back to the tree."""
-    leaves, structure = jax.tree.flatten(tree)
-
-    def whole(floats):
-        rest = iter(floats)
-        return jax.tree.unflatten(structure, [next(rest) if _is_float(x) else x for x in leaves])
-
-    return [x for x in leaves if _is_float(x)], whole
-
-
-def _cotangents(tree: Any, of_floats: list) -> Any:
-    """A tree's cotangents, from those of its floats."""
-    leaves, structure = jax.tree.flatten(tree)
-    rest = iter(of_floats)
-    return jax.tree.unflatten(
-        structure, [next(rest) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in leaves]
-    )
+def _with_floats(tree: Any, values: Iterable) -> Any:
+    """A tree with other floats."""
+    rest = iter(values)
+    return jax.tree.map(lambda x: next(rest) if is_inexact(x) else x, tree)

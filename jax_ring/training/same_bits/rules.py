@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.collectives.leaves import own_copy
+from jax_ring.training.parameters import is_inexact
 from jax_ring.training.same_bits.fence import behind_barriers
 
 
@@ -47,7 +47,7 @@ def with_rules(
                 return call(_as_written, _replaced(primals, moved, xs))
 
             pairs = zip(*jax.jvp(of_moved, ([primals[i] for i in moved],), (tangents,)), strict=True)
-            return [own_copy(t, tuple(_compat.varying_axes(x))) for x, t in pairs if _is_inexact(x)]
+            return [own_copy(t, tuple(_compat.varying_axes(x))) for x, t in pairs if is_inexact(x)]
 
         both = (list(primals), [tangents[i] for i in moved])
         if of_derivatives:
@@ -57,7 +57,7 @@ def with_rules(
         else:
             of_floats = iter(pushed(*both))
         out = results(*primals)
-        return out, [next(of_floats) if _is_inexact(x) else zero_from_primal(x, symbolic_zeros=True) for x in out]
+        return out, [next(of_floats) if is_inexact(x) else zero_from_primal(x, symbolic_zeros=True) for x in out]
 
     results.defjvp(rule, symbolic_zeros=True)
     return results(*[given[i] for i in places])
@@ -70,7 +70,3 @@ def _as_written(closed: Any, operands: Sequence) -> list:
 def _replaced(values: Sequence, places: Sequence[int], others: Sequence) -> list:
     found = dict(zip(places, others, strict=True))
     return [found.get(i, x) for i, x in enumerate(values)]
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

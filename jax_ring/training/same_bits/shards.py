@@ -13,6 +13,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
+from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.audit import Audited, Findings
 from jax_ring.training.same_bits.cuts import dimensions_of_cuts
 from jax_ring.training.same_bits.indices import SHARD
@@ -173,12 +174,12 @@ class _Body(NamedTuple):
             with SHARD.set(index):
                 (value, aux), grads = local(*data.arguments(parts), **kwargs)
             leaves, found["sums"] = jax.tree.flatten((value, grads))
-            found["float0"] = {i: x for i, x in enumerate(leaves) if x.dtype == jax.dtypes.float0}
+            found["float0"] = {i: x for i, x in enumerate(leaves) if is_float0(x)}
             check_arrays(function, "the auxiliary data", aux)
             aux_leaves, found["aux"] = jax.tree.flatten(aux)
             pairs = [bits_of_keys(jnp.asarray(x)) for x in aux_leaves]
             found["from_bits"] = [from_bits for _, from_bits in pairs]
-            return [x for i, x in enumerate(leaves) if i not in found["float0"]], [bits for bits, _ in pairs]
+            return [x for x in leaves if not is_float0(x)], [bits for bits, _ in pairs]
 
         closed: Any = jax.make_jaxpr(results)(data.shard(np.int32(0)), index)
         used = sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes}))

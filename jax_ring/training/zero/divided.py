@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.options import path_text
+from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.sync import is_float0
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.flat import check_state, repartitioned
 from jax_ring.training.zero.given_norms import order_given

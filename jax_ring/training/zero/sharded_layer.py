@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import check_function, integer
+from jax_ring.training.parameters import is_float0, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
-from jax_ring.training.sync import is_float0, wire_of
+from jax_ring.training.sync import wire_of
 from jax_ring.training.zero.divided import checked_shards, gathered, scattered, whole_vectors
 from jax_ring.training.zero.local_gradients import Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
@@ -184,13 +185,13 @@ def _one_after_the_other(where: _Shards, f: Callable) -> Callable[[ShardedParams
         own = jax.tree.map(lambda x: x[0], shards)  # used for its types
 
         def one(params, of_results, inputs, following):
-            of_results = _with_float0(of_results, inputs)
+            of_results = with_float0(of_results, inputs)
             of_own, of_inputs = _backward(where, f, own, params, inputs, closed_over, of_results, following)
             return _numbers(of_inputs), _numbers(of_own)
 
         of_inputs, of_shards = where.one_after_the_other(one, shards, _numbers(cotangents), kept, reverse=True)
         first = jax.tree.map(lambda x: x[0], kept)
-        return _with_float0(of_shards, shards), _with_float0(of_inputs, first), None
+        return with_float0(of_shards, shards), with_float0(of_inputs, first), None
 
     layers.defvjp(forward, backward)
     return layers
@@ -229,8 +230,8 @@ def _backward(
     numbered = (where.indices(), inputs)
     of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
     dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
-    sums = ShardSums(_with_float0(_fenced(sums.terms, following), shards.like), where.total, dtypes)
-    return scattered(sums, shards, where.reduction, mean=False), _with_float0(of_inputs, inputs)
+    sums = ShardSums(with_float0(_fenced(sums.terms, following), shards.like), where.total, dtypes)
+    return scattered(sums, shards, where.reduction, mean=False), with_float0(of_inputs, inputs)
 
 
 def _fenced(tree: Any, after: Any) -> Any:
@@ -246,11 +247,3 @@ def _types(tree: Any) -> Any:
 def _numbers(tree: Any) -> list:
     """The leaves of cotangents that have a value: those of integers have none."""
     return [x for x in jax.tree.leaves(tree) if not is_float0(x)]
-
-
-def _with_float0(numbers: list, like: Any) -> Any:
-    """A tree of cotangents, from those that have a value."""
-    rest = iter(numbers)
-    return jax.tree.map(
-        lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0), like
-    )
