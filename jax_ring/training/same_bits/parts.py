@@ -4,6 +4,7 @@ tree.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,13 +77,8 @@ class Parts:
 
         part, shared: examples or types, varying over `varying`.
         """
-        found: dict[str, Any] = {}
-
-        def flat(index, part, shared):
-            leaves, found["structure"] = jax.tree.flatten(self.applied(f, index, part, shared))
-            return leaves
-
-        traced: Any = jax.make_jaxpr(flat)(self.indices()[0], part, shared)
+        applied = partial(self.applied, f)
+        traced, types = jax.make_jaxpr(applied, return_shape=True)(self.indices()[0], part, shared)
         floats = [x for x in traced.consts if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)]
         if floats:
             raise TypeError(
@@ -93,7 +89,7 @@ class Parts:
 
         def g(numbered, shared, closed_over):
             results = jax.core.eval_jaxpr(jaxpr, closed_over, *jax.tree.leaves((numbered, shared)))
-            return jax.tree.unflatten(found["structure"], results)
+            return jax.tree.unflatten(jax.tree.structure(types), results)
 
         return g, traced.consts
 
@@ -105,47 +101,44 @@ class Parts:
         """
         axes = axes_of(self.axis_name)
         parts, shared = fence(self.own_copies((parts, shared)))
-        found: dict[str, Any] = {}
 
-        def flat(part, shared):
+        def varying(part, shared):
             stays, added = f(part, shared)
-            found["stays"], found["added"] = jax.tree.structure(stays), jax.tree.structure(added)
-            leaves = [*jax.tree.leaves(stays), *map(counted, jax.tree.leaves(added))]
-            return [own_copy(x, self.varying) for x in leaves]
+            return jax.tree.map(lambda x: own_copy(x, self.varying), (stays, jax.tree.map(counted, added)))
 
-        closed: Any = jax.make_jaxpr(flat)(jax.tree.map(lambda x: x[0], parts), shared)
+        first = jax.tree.map(lambda x: x[0], parts)
+        closed, (stays, added) = jax.make_jaxpr(varying, return_shape=True)(first, shared)
         if used := sorted(map(str, _compat.rank_dependent_axes(closed.jaxpr) & {*axes})):
             raise ValueError(
                 f"{self.function}: f is computed for each {self.part} alone, and this one communicates over, or asks "
                 f"for its index in, the axis {', '.join(used)}, so that it would depend on the number of ranks. For "
                 f"the index of the {self.part} use jax_ring.{self.part}_index()."
             )
-        count = found["stays"].num_leaves
+        count = len(jax.tree.leaves(stays))
+        types = closed.out_avals[count:]
         condition = hidden_one((parts, shared), self.varying)
 
-        def results(part):
+        def step(stack, number, part):
             values = sealed(condition, closed, jax.tree.leaves((part, shared)))
-            return values[:count], values[count:]
+            if types:
+                stack = stack.push(values[count:], self.axis_name, self.total, number)
+            return stack, values[:count]
 
-        def pushed(stack, added, number):
-            return stack.push(added, self.axis_name, self.total, number) if added else stack
-
-        types = closed.out_avals[count:]
         stack = TermStack.empty(types, self.axis_name, self.total)
-        if self.each == 1:
-            stays, added = results(jax.tree.map(lambda x: x[0], parts))
-            stays, stack = [x[None] for x in stays], pushed(stack, added, 0)
-        else:
-
-            def step(stack, numbered):
-                number, part = numbered
-                stays, added = results(part)
-                return pushed(stack, added, number), stays
-
-            stack, stays = lax.scan(step, stack, (jnp.arange(self.each, dtype=jnp.int32), parts))
+        stack, kept = in_turn(step, stack, self.each, parts)
         terms = stack.terms(self.axis_name, self.total) if types else []
-        sums = ShardSums(jax.tree.unflatten(found["added"], terms), self.total, tuple(np.dtype(x.dtype) for x in types))
-        return jax.tree.unflatten(found["stays"], fence(stays)), sums
+        dtypes = tuple(np.dtype(x.dtype) for x in types)
+        sums = ShardSums(jax.tree.unflatten(jax.tree.structure(added), terms), self.total, dtypes)
+        return jax.tree.unflatten(jax.tree.structure(stays), fence(kept)), sums
+
+
+def in_turn(step: Callable, carry: Any, count: int, xs: Any = None) -> tuple[Any, Any]:
+    """`lax.scan` of step(carry, number, x), but a single step is no loop."""
+    if count > 1:
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        return lax.scan(lambda carry, numbered: step(carry, *numbered), carry, (numbers, xs))
+    carry, y = step(carry, np.int32(0), jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], y)
 
 
 def axes_of_results(axis_name: AxisName, tree: Any) -> tuple:

@@ -26,22 +26,15 @@ def each_rounded(f: Callable, *trees: Any) -> Any:
     Additions, products, divisions and square roots have the bits that IEEE 754 gives them, for each element by itself.
     So have the inputs, where they are computed in the same program. Other functions, such as exp, have not.
     """
-    leaves, structure = jax.tree.flatten(trees)
-    leaves = [jnp.asarray(x) for x in leaves]
-    found: dict[str, Any] = {}
-
-    def flat(*leaves):
-        results, found["structure"] = jax.tree.flatten(f(*jax.tree.unflatten(structure, leaves)))
-        return results
-
-    closed: Any = jax.make_jaxpr(flat)(*leaves)
+    trees = jax.tree.map(jnp.asarray, trees)
+    closed, types = jax.make_jaxpr(f, return_shape=True)(*trees)
 
     def rounded(closed, leaves):
         rounding = Rounding(leaves)
         return evaluate(closed, [rounding.stored(x) for x in leaves], Known(rounding))
 
-    results = with_rules(closed, leaves, rounded, of_derivatives=False)
-    return jax.tree.unflatten(found["structure"], results)
+    results = with_rules(closed, jax.tree.leaves(trees), rounded, of_derivatives=False)
+    return jax.tree.unflatten(jax.tree.structure(types), results)
 
 
 class Rounding:

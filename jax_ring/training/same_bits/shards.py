@@ -18,6 +18,7 @@ from jax_ring.training.same_bits.audit import Audited, Findings
 from jax_ring.training.same_bits.cuts import dimensions_of_cuts
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.options import Shards
+from jax_ring.training.same_bits.parts import in_turn
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
 
 
@@ -63,7 +64,6 @@ def differentiate_shards(
 
     types = body.split(body.closed.out_avals)[0]
     audited: Audited | None = None
-    digests: Any = None  # from an audit
     if shards.audit is not None:
         drawn = shards.audit.draw(axis_name, num_shards)
         others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)
@@ -71,27 +71,17 @@ def differentiate_shards(
             function, axes, drawn, body.names(), others, lambda: data.shard(drawn.shard % each),
             lambda parts, index: results(parts, index)[0],
         )  # fmt: skip
-        digests = audited.none()
 
-    def added(stack, digests, sums, shard):
+    def step(state, shard, _):
+        stack, digests = state
+        sums, aux = results(data.shard(shard), first + shard)
         if audited is not None:
             digests = audited.noted(digests, sums, first + shard)
             stack = stack.after(digests)
-        return stack.push(sums, axis_name, num_shards, shard), digests
+        return (stack.push(sums, axis_name, num_shards, shard), digests), aux
 
-    if each == 1:
-        sums, aux = results(data.shard(np.int32(0)), first)
-        stack, digests = added(TermStack.empty(sums, axis_name, num_shards), digests, sums, 0)
-        aux = [x[None] for x in aux]
-    else:
-
-        def step(carry, shard):
-            stack, digests = carry
-            sums, aux = results(data.shard(shard), first + shard)
-            return added(stack, digests, sums, shard), aux
-
-        stack = TermStack.empty(types, axis_name, num_shards)
-        (stack, digests), aux = lax.scan(step, (stack, digests), jnp.arange(each, dtype=jnp.int32))
+    state = TermStack.empty(types, axis_name, num_shards), None if audited is None else audited.none()
+    (stack, digests), aux = in_turn(step, state, each)
     aux = jax.tree.unflatten(body.aux, [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)])
     findings = None if audited is None else audited.finished(digests, types)
     return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), aux, findings
