@@ -15,10 +15,8 @@ from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.parameters import check_parameters, floats, is_float0, is_inexact, with_float0
 from jax_ring.training.quantized import Int8Wire
-from jax_ring.training.same_bits.audit import Audit
 from jax_ring.training.same_bits.indices import SHARD
-from jax_ring.training.same_bits.options import Shards
-from jax_ring.training.same_bits.shards import differentiate_shards, first_shard
+from jax_ring.training.same_bits.shards import Shards, first_shard
 from jax_ring.training.sentinel import Digests, after, check_when, digests, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
 
@@ -92,8 +90,7 @@ def value_and_grad(
         order than "tree", and for options that need V = p. With `audit`, if there is only one rank.
       NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
     """
-    audits = Audit.of("value_and_grad", audit, step, num_shards)
-    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, audits, options)
+    shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, audit, step, options)
     reduction = Reduction.of("value_and_grad", options)
     argnums = _checked("value_and_grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -132,8 +129,7 @@ def grad(
     Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
     the gradients and the auxiliary data.
     """
-    audits = Audit.of("grad", audit, step, num_shards)
-    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, audits, options)
+    shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, audit, step, options)
     reduction = Reduction.of("grad", options)
     argnums = _checked("grad", fun, axis_name, argnums, check_replicas)
     local = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
@@ -219,7 +215,7 @@ class _OfMean:
         self, shards: Shards, args: Sequence[Any], kwargs: dict[str, Any], parameters: list[int], own: Digests | None
     ) -> tuple[Any, Any, Any]:
         """The value, auxiliary data and gradients. own: the rank's digests, if replicas are compared."""
-        sums, aux, findings = differentiate_shards(shards, self._with_aux, args, kwargs, parameters, self.axis_name)
+        sums, aux, findings = shards.differentiate(self._with_aux, args, kwargs, parameters, self.axis_name)
         value, grads = without_reverse_mode(
             shards.reduced(self.reduction, sums, self.axis_name, own, findings),
             f"{shards.function}: what num_shards computes has no reverse mode, because loops add the shards. Take "

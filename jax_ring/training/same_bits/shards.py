@@ -1,7 +1,9 @@
 """The shards of a rank: a loss differentiated one shard at a time, so that no bit depends on the number of ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,15 @@ from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
 from jax_ring.training.parameters import is_float0
-from jax_ring.training.same_bits.audit import Audited, Findings
-from jax_ring.training.same_bits.cuts import dimensions_of_cuts
+from jax_ring.training.same_bits.audit import Audit, Audited, Findings
+from jax_ring.training.same_bits.cuts import check_in_axes, dimensions_of_cuts
+from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.indices import SHARD
-from jax_ring.training.same_bits.options import Shards
 from jax_ring.training.same_bits.parts import in_turn
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
+from jax_ring.training.sentinel import Digests, after, reduced_with, verdict
+from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.wire import UNCHANGED
 
 
 def first_shard(axis_name: AxisName, num_shards: int) -> jax.Array:
@@ -28,63 +33,155 @@ def first_shard(axis_name: AxisName, num_shards: int) -> jax.Array:
     return lax.axis_index(axes) * (num_shards // num_ranks(axes))
 
 
-def differentiate_shards(
-    shards: Shards,
-    local: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    parameters: Sequence[int],
-    axis_name: AxisName,
-) -> tuple[ShardSums, Any, Findings | None]:
-    """The sums over this rank's shards of the values and gradients that `local` returns.
+@dataclass(frozen=True)
+class Shards:
+    """What `value_and_grad` is told about shards."""
 
-    Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
+    function: str
+    num_shards: int
+    in_axes: Any
+    reduce_gradients: bool
+    audit: Audit | None
 
-    Args:
-      shards: what `value_and_grad` is told about them.
-      local: as `jax.value_and_grad` of a function with auxiliary results: returns ((value, aux), gradients).
-      parameters: the positions of the arguments that are not cut. The others are, as `shards.in_axes` says.
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        num_shards: Any,
+        in_axes: Any,
+        reduce_gradients: bool,
+        audit: Any,
+        step: Any,
+        options: ReductionOptions,
+    ) -> Self | None:
+        """None without num_shards. With it, the order in the options is set, if it is not there."""
+        audits = Audit.of(function, audit, step, num_shards)
+        if num_shards is None:
+            for name, value, default in (("in_axes", in_axes, 0), ("reduce_gradients", reduce_gradients, True)):
+                if value is not default:
+                    raise ValueError(f"{function}: {name}={value!r} is for shards; pass num_shards as well")
+            return None
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int | np.integer):
+            raise TypeError(f"{function}: num_shards must be a whole number of shards, got {num_shards!r}")
+        if num_shards < 1:
+            raise ValueError(f"{function}: num_shards must be positive, got {num_shards}")
+        if (order := options.setdefault("order", "tree")) != "tree":
+            raise ValueError(
+                f"{function}: with num_shards={num_shards} sums go along the tree, order='tree'; got order={order!r}"
+            )
+        check_in_axes(function, in_axes)
+        return cls(function, int(num_shards), in_axes, reduce_gradients, audits)
 
-    Returns:
-      The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
-      The auxiliary results, stacked over the rank's shards.
-      What an audit has found.
+    def check(self, axis_name: AxisName, reduced_in_backward: bool) -> None:
+        """Raises ValueError unless the ranks of the axis can share the shards."""
+        count = num_ranks(axes_of(axis_name))
+        if self.num_shards % count:
+            raise ValueError(
+                f"{self.function}: num_shards={self.num_shards} is not a multiple of the {count} ranks of "
+                f"{axis_name!r}. Take one that every number of ranks divides that the training may run on, such as 24."
+            )
+        if self.num_shards > count and reduced_in_backward:
+            raise ValueError(
+                f"{self.function}: gradients of {self.num_shards} shards on {count} ranks are added along the tree "
+                "before they are reduced, which reduced_in_backward=True would do in the backward pass of each "
+                f"shard. Leave it out, or take num_shards={count}."
+            )
+        if self.audit is not None and reduced_in_backward:
+            raise ValueError(
+                f"{self.function}: audit={self.audit.every} compares the gradients of a shard, which "
+                "reduced_in_backward=True has already added to those of the other ranks. Leave out one of the two."
+            )
 
-    Raises:
-      ValueError: if the arguments cannot be cut so, if the loss asks for the axis, or if there is no rank to audit.
-    """
-    axes, function, num_shards = axes_of(axis_name), shards.function, shards.num_shards
-    each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
-    data = _Data.of(shards, args, kwargs, parameters, each)
-    body = _Body.traced(function, local, data, kwargs, first, axes)
-    condition = hidden_one([*args, *kwargs.values()], axes)
+    def differentiate(
+        self,
+        local: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        parameters: Sequence[int],
+        axis_name: AxisName,
+    ) -> tuple[ShardSums, Any, Findings | None]:
+        """The sums over this rank's shards of the values and gradients that `local` returns.
 
-    def results(parts, index):
-        return body.split(sealed(condition, body.closed, [*parts, index]))
+        Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
 
-    types = body.split(body.closed.out_avals)[0]
-    audited: Audited | None = None
-    if shards.audit is not None:
-        drawn = shards.audit.draw(axis_name, num_shards)
-        others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)
-        audited = Audited(
-            function, axes, drawn, body.names(), others, lambda: data.shard(drawn.shard % each),
-            lambda parts, index: results(parts, index)[0],
-        )  # fmt: skip
+        Args:
+          local: as `jax.value_and_grad` of a function with auxiliary results: returns ((value, aux), gradients).
+          parameters: the positions of the arguments that are not cut. The others are, as `in_axes` says.
 
-    def step(state, shard, _):
-        stack, digests = state
-        sums, aux = results(data.shard(shard), first + shard)
-        if audited is not None:
-            digests = audited.noted(digests, sums, first + shard)
-            stack = stack.after(digests)
-        return (stack.push(sums, axis_name, num_shards, shard), digests), aux
+        Returns:
+          The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
+          The auxiliary results, stacked over the rank's shards.
+          What an audit has found.
 
-    state = TermStack.empty(types, axis_name, num_shards), None if audited is None else audited.none()
-    (stack, digests), aux = in_turn(step, state, each)
-    aux = jax.tree.unflatten(body.aux, [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)])
-    findings = None if audited is None else audited.finished(digests, types)
-    return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), aux, findings
+        Raises:
+          ValueError: if the arguments cannot be cut so, if the loss asks for the axis, or if there is no rank to audit.
+        """
+        axes, function, num_shards = axes_of(axis_name), self.function, self.num_shards
+        each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
+        data = _Data.of(self, args, kwargs, parameters, each)
+        body = _Body.traced(function, local, data, kwargs, first, axes)
+        condition = hidden_one([*args, *kwargs.values()], axes)
+
+        def results(parts, index):
+            return body.split(sealed(condition, body.closed, [*parts, index]))
+
+        types = body.split(body.closed.out_avals)[0]
+        audited: Audited | None = None
+        if self.audit is not None:
+            drawn = self.audit.draw(axis_name, num_shards)
+            others = tuple(axis for axis in _compat.bound_axis_sizes() if axis not in axes)
+            audited = Audited(
+                function, axes, drawn, body.names(), others, lambda: data.shard(drawn.shard % each),
+                lambda parts, index: results(parts, index)[0],
+            )  # fmt: skip
+
+        def step(state, shard, _):
+            stack, digests = state
+            sums, aux = results(data.shard(shard), first + shard)
+            if audited is not None:
+                digests = audited.noted(digests, sums, first + shard)
+                stack = stack.after(digests)
+            return (stack.push(sums, axis_name, num_shards, shard), digests), aux
+
+        state = TermStack.empty(types, axis_name, num_shards), None if audited is None else audited.none()
+        (stack, digests), aux = in_turn(step, state, each)
+        aux = jax.tree.unflatten(body.aux, [from_bits(x) for from_bits, x in zip(body.from_bits, aux, strict=True)])
+        findings = None if audited is None else audited.finished(digests, types)
+        return body.shard_sums(stack.terms(axis_name, num_shards), num_shards), aux, findings
+
+    def reduced(
+        self, reduction: Reduction, sums: ShardSums, axis_name: AxisName, own: Digests | None, findings: Findings | None
+    ) -> tuple[Any, Any]:
+        """The value and the gradients for their sums over the rank's shards.
+
+        own: the rank's digests, if replicas are compared.
+        findings: those of an audit.
+        """
+        value_terms, grad_terms = sums.terms
+        wanted, grads = sums, ShardSums(grad_terms, self.num_shards, sums.dtypes[1:])
+        has_wire = reduction.wire != UNCHANGED
+        if has_wire:
+            reduction.refuse_rounding(self.num_shards, axis_name)
+        if has_wire or not self.reduce_gradients:
+            wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
+        exact = replace(reduction, wire=UNCHANGED)  # the value is never rounded
+        reduce = partial(Reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
+        tables = tuple(x.table for x in (own, findings) if x is not None)
+        if tables:
+            reduced, tables = reduced_with(exact, reduce, wanted, tables)
+        else:
+            reduced = reduce(exact, wanted)
+        value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)
+        if has_wire and self.reduce_gradients:
+            grads = reduction.reduce(grads, axis_name, self.num_shards).tree
+        if own is not None:
+            ok = verdict(self.function, own, tables[0], axis_name)
+            value, grads = after(value, ok), after(grads, ok)
+        if findings is not None:
+            # Fence all of them behind the verdict: if the update could overwrite parameters before it, XLA would copy
+            # them.
+            value, grads = fence((value, grads), findings.verdict(tables[-1]))
+        return value, grads
 
 
 class _Data(NamedTuple):
