@@ -113,9 +113,7 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
         return jnp.stack([digest(x) for x in local])
 
     by_leaf = lax.cond(when, compute, lambda _: zeros, local)
-    row = row_of_table(by_leaf, local)
-    table = own_copy(jnp.zeros((num_ranks(axes), row.size), row.dtype), varying)
-    return Digests(names, by_leaf, table.at[lax.axis_index(axes)].set(row))
+    return Digests(names, by_leaf, _in_own_row(row_of_table(by_leaf, local), axes))
 
 
 def row_of_table(by_leaf: jax.Array, leaves: Sequence) -> jax.Array:
@@ -124,6 +122,12 @@ def row_of_table(by_leaf: jax.Array, leaves: Sequence) -> jax.Array:
     dtype, width = _dtype_of_table(leaves)
     shifts = np.arange(0, 32, width, dtype=np.uint32)[None]
     return ((whole[:, None] >> shifts) & np.uint32(2**width - 1)).reshape(-1).astype(dtype)
+
+
+def _in_own_row(x: jax.Array, axes: tuple) -> jax.Array:
+    """[p, *x.shape]: x in the row of the rank, and zeros in the others, for a sum over the ranks."""
+    rows = own_copy(jnp.zeros((num_ranks(axes), *x.shape), x.dtype), (*axes, *_other_axes(axes, x)))
+    return rows.at[lax.axis_index(axes)].set(x)
 
 
 def _other_axes(axes: tuple, *arrays: jax.Array) -> list:
@@ -197,16 +201,22 @@ def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -
     others = _other_axes(axes, own.leaves)
 
     def fail(leaves):
-        rows = own_copy(jnp.zeros((num_ranks(axes), *leaves.shape), leaves.dtype), (*axes, *others))
-        by_rank = lax.psum(rows.at[lax.axis_index(axes)].set(leaves), axes)
-        failed = partial(_raise, function, own.names)
-        return own_copy(jax.pure_callback(failed, jax.ShapeDtypeStruct((), jnp.int32), by_rank), tuple(others))
+        return own_copy(failure(partial(report, function, own.names), leaves, axes), tuple(others))
 
     return lax.cond(differ, fail, lambda _: own_copy(jnp.zeros((), jnp.int32), tuple(others)), own.leaves)
 
 
-def _raise(function: str, names: tuple[str, ...], by_rank: Any) -> np.ndarray:
-    raise AssertionError(report(function, names, np.asarray(by_rank)))
+def failure(text: Callable[..., str], own: jax.Array, axes: tuple, *numbers: jax.Array) -> jax.Array:
+    """An int32 scalar that cannot be computed: the step fails on all ranks with an error.
+
+    text: (`own` of all ranks, stacked; the numbers) -> that of the error.
+    """
+
+    def fail(by_rank, *numbers):
+        raise AssertionError(text(np.asarray(by_rank), *map(int, numbers)))
+
+    by_rank = lax.psum(_in_own_row(own, axes), axes)
+    return jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.int32), by_rank, *numbers)
 
 
 def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
@@ -219,9 +229,7 @@ def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
         others = [rank for rank, own in enumerate(of_ranks) if own != common]
         if others:
             ranks = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"
-            lines.append(
-                f"{name} on {ranks} from that on rank {of_ranks.index(common)}".replace(" on rank", ": rank", 1)
-            )
+            lines.append(f"{name}: {ranks} from that on rank {of_ranks.index(common)}")
     more = f"; and {len(lines) - _NAMED} more leaves" if len(lines) > _NAMED else ""
     return (
         f"{function}: the copies of parameters are not the same on all ranks: {'; '.join(lines[:_NAMED])}{more}. The "

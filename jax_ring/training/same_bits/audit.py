@@ -23,7 +23,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_psum
 from jax_ring.collectives.rooted import ring_pbroadcast
 from jax_ring.options import array_or_none, integer
-from jax_ring.training.sentinel import check_callbacks, digest, row_of_table
+from jax_ring.training.sentinel import check_callbacks, digest, failure, row_of_table
 
 
 @dataclass(frozen=True)
@@ -180,17 +180,10 @@ class Findings(NamedTuple):
 
         def fail():
             third = audited.of_all_parts(audited.again(on_all=True))
-            mine = jnp.stack([*self.digests, third])
-            rows = own_copy(jnp.zeros((num_ranks(audited.axes), *mine.shape), mine.dtype), audited.axes)
-            by_rank = lax.psum(rows.at[lax.axis_index(audited.axes)].set(mine), audited.axes)
-            failed = partial(_raise, audited.function, audited.names)
-            return jax.pure_callback(failed, jax.ShapeDtypeStruct((), jnp.int32), by_rank, *audited.drawn[1:])
+            text = partial(report, audited.function, audited.names)
+            return failure(text, jnp.stack([*self.digests, third]), audited.axes, *audited.drawn[1:])
 
         return lax.cond((sums[0] != sums[1]).any(), fail, lambda: jnp.zeros((), jnp.int32))
-
-
-def _raise(function: str, names: tuple[str, ...], by_rank: Any, *drawn: Any) -> np.ndarray:
-    raise AssertionError(report(function, names, np.asarray(by_rank), *map(int, drawn)))
 
 
 def report(
