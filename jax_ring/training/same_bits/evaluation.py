@@ -19,9 +19,7 @@ from jax_ring.training.same_bits.fence import behind_barriers
 # Calls to replace by their bodies: the primitive's name, and the parameter that holds the body.
 _CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
@@ -45,6 +43,16 @@ class Known(dict[tuple, tuple[list, Sequence]]):
     def __init__(self, rounding: Any = None):
         super().__init__()
         self.rounding = rounding
+
+    def once(self, key: tuple, bind: Callable[[list], list], operands: Sequence) -> list:
+        """The results of `bind`, computed once per key, which tells all but the operands."""
+        key = (*key, *map(_identity, operands))
+        if key not in self:
+            self[key] = (bind(list(operands)), operands)
+        return self[key][0]
+
+    def rounded(self, name: str, bind: Callable[[list], list]) -> Callable[[list], list]:
+        return bind if self.rounding is None else partial(self.rounding.results, name, bind)
 
 
 def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> list:
@@ -76,7 +84,7 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         return evaluate(_closed(params[_CALLS[name]]), operands, known)
-    if name in ("remat2", "checkpoint"):
+    if name == "remat2":
         # A barrier separates recomputed values, as in JAX's own lowering, so they differ from the first computation.
         is_again = params["differentiated"] and params["prevent_cse"]
         return evaluate(_closed(params["jaxpr"]), behind_barriers(operands) if is_again else operands, known)
@@ -91,23 +99,15 @@ def _equation(eqn: Any, operands: list, known: Known) -> list:
     if name in _ELEMENTWISE:
         shape = eqn.outvars[0].aval.shape
         operands = [_broadcast(x, shape, range(np.ndim(x)), known) for x in operands]
-    bind = partial(_compat.bind_equation, eqn)
-    if known.rounding is not None and not eqn.effects:
-        bind = partial(known.rounding.results, name, bind)
+    if eqn.effects:
+        return _compat.bind_equation(eqn, operands)
+    bind = known.rounded(name, partial(_compat.bind_equation, eqn))
+    key = (eqn.primitive, *((name, type(value), value) for name, value in params.items()), repr(eqn.ctx))
     try:
-        key = (eqn.primitive, *((name, type(value), value) for name, value in params.items()), repr(eqn.ctx))
         hash(key)
     except TypeError:  # not every parameter can be compared
         return bind(operands)
-    return bind(operands) if eqn.effects or name == "optimization_barrier" else _once(key, bind, operands, known)
-
-
-def _once(key: tuple, fun: Callable[[list], list], operands: Sequence, known: Known) -> list:
-    """`fun`'s results, once per key, which tells all but the operands."""
-    key = (*key, *map(_identity, operands))
-    if key not in known:
-        known[key] = (fun(list(operands)), operands)
-    return known[key][0]
+    return bind(operands) if name == "optimization_barrier" else known.once(key, bind, operands)
 
 
 def _identity(x: Any) -> Any:
@@ -124,9 +124,9 @@ def _broadcast(x: Any, shape: Sequence[int], dimensions: Sequence[int], known: K
     kept = tuple(i for i, dimension in enumerate(dimensions) if old[i] == shape[dimension])
     if len(kept) < len(old):
         sizes = tuple(old[i] for i in kept)
-        (x,) = _once(("reshape", sizes), lambda x: [lax.reshape(x[0], sizes)], [x], known)
+        (x,) = known.once(("reshape", sizes), lambda x: [lax.reshape(x[0], sizes)], [x])
     targets = tuple(dimensions[i] for i in kept)
-    (x,) = _once(("broadcast", shape, targets), lambda x: [lax.broadcast_in_dim(x[0], shape, targets)], [x], known)
+    (x,) = known.once(("broadcast", shape, targets), lambda x: [lax.broadcast_in_dim(x[0], shape, targets)], [x])
     return x
 
 
@@ -148,12 +148,7 @@ def _power(x: Any, exponent: int, known: Known) -> Any:
 
 
 def _computed(name: str, fun: Callable, operands: list, known: Known) -> Any:
-    def bind(operands):
-        return [fun(*operands)]
-
-    if known.rounding is not None:
-        return _once((name,), partial(known.rounding.results, name, bind), operands, known)[0]
-    return _once((name,), bind, operands, known)[0]
+    return known.once((name,), known.rounded(name, lambda operands: [fun(*operands)]), operands)[0]
 
 
 def _closed(jaxpr: Any) -> Any:
