@@ -14,11 +14,11 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.parameters import check_parameters, floats, is_float0, is_inexact, with_float0
-from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.shards import Shards, first_shard
 from jax_ring.training.sentinel import Digests, after, check_when, digests, verdict
 from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.wire import Int8Wire
 
 P = ParamSpec("P")
 T = TypeVar("T")  # a pytree: results keep the structure of the argument

@@ -1,7 +1,6 @@
-"""Gradients as 8-bit blocks: which leaves, in which buckets, with which feedback."""
+"""Gradients as 8-bit blocks: in which buckets, with which feedback."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,43 +11,7 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.quantized import quantized_psum
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.training.buckets import plan_buckets
-
-
-@dataclass(frozen=True)
-class Int8Wire:
-    """Sends floats of more than 8 bits as blocks of 8-bit integers, and other leaves unchanged.
-
-    Attributes:
-      key: for stochastic rounding, the same on all ranks; None rounds to nearest.
-    """
-
-    key: jax.Array | None = None
-
-    def takes(self, x: Any) -> bool:
-        """Whether `x` is sent in blocks."""
-        return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
-
-
-def is_int8(dtype: Any) -> bool:
-    """Whether `wire` asks for blocks: "int8", or that dtype."""
-    try:
-        return dtype is not None and jnp.dtype(dtype) == jnp.int8
-    except TypeError:
-        return False
-
-
-def int8_wire(function: str, key: Any) -> Int8Wire:
-    """The wire for `key` of `function`.
-
-    Raises:
-      TypeError: unless it is one random key, of `jax.random.key` or `jax.random.PRNGKey`, or None.
-    """
-    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
-    if key is not None and not is_typed and not (dtype == jnp.uint32 and ndim == 1):
-        got = jax.typeof(key) if isinstance(key, jax.Array) else repr(key)
-        raise TypeError(f"{function}: key must be one random key, such as jax.random.key(0), got {got}")
-    return Int8Wire(key)
+from jax_ring.training.wire import Int8Wire
 
 
 def reduce_in_blocks(

@@ -19,9 +19,9 @@ from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_tex
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.parameters import is_float0
-from jax_ring.training.quantized import Int8Wire, int8_wire, is_int8, merge, partition, reduce_in_blocks
+from jax_ring.training.quantized import merge, partition, reduce_in_blocks
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.wire import UNCHANGED, FloatWire, float_wire
+from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, wire_of
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -138,7 +138,7 @@ class Reduction:
           value: a tree to be averaged in the same buckets, never rounded.
         """
         if isinstance(tree, ShardSums):
-            return self._reduce_shards(tree, axis_name, divisor, headroom, residual, value)
+            return self._reduce_shards(tree, axis_name, divisor, residual, value)
         wire = self.wire
         if isinstance(wire, Int8Wire):
             return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
@@ -159,8 +159,8 @@ class Reduction:
         if residual is not None:
             unsent = jax.tree.map(wire.unsent, wanted, sent, scales)
             unsent = jax.tree.map(lambda x, like: x.astype(like.dtype), unsent, _numbers(tree, residual))
-            residual = _filled(unsent, residual)
-        return Reduced(_filled(received, float0), residual, value)
+            residual = merge(unsent, residual)
+        return Reduced(merge(received, float0), residual, value)
 
     def _reduce_in_blocks(
         self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
@@ -177,9 +177,7 @@ class Reduction:
         new_residual = None if residual is None else merge(errors, rest.residual)
         return Reduced(merge(sums, rest.tree), new_residual, rest.value)
 
-    def _reduce_shards(
-        self, tree: ShardSums, axis_name: AxisName, divisor: int, headroom: int, residual: Any, value: Any
-    ) -> Reduced:
+    def _reduce_shards(self, tree: ShardSums, axis_name: AxisName, divisor: int, residual: Any, value: Any) -> Reduced:
         """`reduce` along the tree: divided in the accumulator, rounded once."""
         num_shards = tree.num_shards
         along = replace(self, order="tree")
@@ -188,7 +186,7 @@ class Reduction:
             self.refuse_rounding(num_shards, axis_name)
             own = [x if is_float0(x) else x[0].astype(d) for x, d in zip(leaves, tree.dtypes, strict=True)]
             plain = jax.tree.unflatten(structure, own)
-            return along.reduce(plain, axis_name, divisor, headroom=headroom, residual=residual, value=value)
+            return along.reduce(plain, axis_name, divisor, residual=residual, value=value)
         assert value is None, "the value is one of the shards' sums"
         likes: list[Any] = [
             x if is_float0(x) else jax.ShapeDtypeStruct(x.shape[1:], d)
@@ -249,26 +247,9 @@ class Reduction:
         return self.reduce(numbers, axis_name, count if mean else 1, residual=residual, value=value)
 
 
-def wire_of(function: str, name: str, dtype: DTypeLike | None, key: Any = None) -> FloatWire | Int8Wire:
-    """The wire for an argument. Raises TypeError or ValueError, as `sync_gradients` does."""
-    if is_int8(dtype):
-        return int8_wire(function, key)
-    if key is not None:
-        raise ValueError(
-            f"{function}: key is for stochastic rounding, which only wire='int8' has, and {name} is {dtype!r}. Leave "
-            "key out, or pass wire='int8'."
-        )
-    return float_wire(function, name, dtype)
-
-
 def _numbers(gradients: Any, tree: Any) -> Any:
     """`tree` without float0 leaves."""
     return jax.tree.map(lambda g, x: None if is_float0(g) else x, gradients, tree)
-
-
-def _filled(tree: Any, whole: Any) -> Any:
-    """`tree`, filled from `whole`."""
-    return jax.tree.map(lambda x, own: x if own is None else own, whole, tree)
 
 
 def sync_gradients(

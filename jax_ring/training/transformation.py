@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sentinel import (
     CheckedState,
     check_counted,
@@ -23,7 +22,7 @@ from jax_ring.training.sentinel import (
     verdict,
 )
 from jax_ring.training.sync import Reduction, ReductionOptions
-from jax_ring.training.wire import UNCHANGED
+from jax_ring.training.wire import UNCHANGED, Int8Wire
 
 if TYPE_CHECKING:
     import optax

@@ -1,6 +1,7 @@
 """How leaves are sent: their dtype, and the division that keeps a mean in range."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,29 +79,63 @@ def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
     return rounded if float(rounded) <= largest else np.nextafter(rounded, np.zeros((), dtype))
 
 
+@dataclass(frozen=True)
+class Int8Wire:
+    """Sends floats of more than 8 bits as blocks of 8-bit integers, and other leaves unchanged.
+
+    Attributes:
+      key: for stochastic rounding, the same on all ranks; None rounds to nearest.
+    """
+
+    key: jax.Array | None = None
+
+    def takes(self, x: Any) -> bool:
+        """Whether `x` is sent in blocks."""
+        return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
+
+
 UNCHANGED = FloatWire()  # every leaf in its own dtype
 
 
-def float_wire(function: str, name: str, dtype: DTypeLike | None) -> FloatWire:
+def wire_of(function: str, name: str, wire: DTypeLike | None, key: Any = None) -> FloatWire | Int8Wire:
     """The wire for argument `name` of `function`.
 
     Raises:
-      TypeError: for dtypes that are no floats, or change some gradients to other numbers.
+      TypeError: for dtypes that are no floats, or change some gradients to other numbers, and for a `key` that is not
+        one random key.
+      ValueError: for a key with a wire of floats.
     """
-    if dtype is None:
-        return UNCHANGED
     try:
-        wire = jnp.dtype(dtype)
+        dtype = None if wire is None else jnp.dtype(wire)
     except TypeError:
-        wire = None
-    if wire is None or not jnp.issubdtype(wire, jnp.floating):
-        raise TypeError(f"{function}: {name} must be a floating-point dtype or 'int8', got {dtype!r}")
+        dtype = None
+    if dtype is not None and dtype == jnp.int8:
+        _check_key(function, key)
+        return Int8Wire(key)
+    if key is not None:
+        raise ValueError(
+            f"{function}: key is for stochastic rounding, which only wire='int8' has, and {name} is {wire!r}. Leave "
+            "key out, or pass wire='int8'."
+        )
+    if wire is None:
+        return UNCHANGED
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{function}: {name} must be a floating-point dtype or 'int8', got {wire!r}")
     needed = np.array([0, -1, np.nan], np.float32)
-    if not np.array_equal(needed, found := needed.astype(wire).astype(np.float32), equal_nan=True):
+    if not np.array_equal(needed, found := needed.astype(dtype).astype(np.float32), equal_nan=True):
         changed = ~np.isclose(needed, found, rtol=0, atol=0, equal_nan=True)
         becomes = ", ".join(f"{x:g} as {y:g}" for x, y in zip(needed[changed], found[changed], strict=True))
         raise TypeError(
-            f"{function}: {name} must have a zero, a sign and NaN, so that no gradient becomes another number; {wire} "
+            f"{function}: {name} must have a zero, a sign and NaN, so that no gradient becomes another number; {dtype} "
             f"would send {becomes}. Pass float8_e5m2, float8_e4m3fn, float16 or bfloat16."
         )
-    return FloatWire(wire)
+    return FloatWire(dtype)
+
+
+def _check_key(function: str, key: Any) -> None:
+    """Raises TypeError unless `key` is one random key, of `jax.random.key` or `jax.random.PRNGKey`, or None."""
+    dtype, ndim = getattr(key, "dtype", None), getattr(key, "ndim", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0
+    if key is not None and not is_typed and not (dtype == jnp.uint32 and ndim == 1):
+        got = jax.typeof(key) if isinstance(key, jax.Array) else repr(key)
+        raise TypeError(f"{function}: key must be one random key, such as jax.random.key(0), got {got}")

@@ -16,9 +16,8 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import Order, bucketed, check_arrays, promoted
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.parameters import is_float0
-from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sync import check_local, sync_gradients
-from jax_ring.training.wire import UNCHANGED, FloatWire
+from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.interface import by_dtype, check_same_tree

@@ -9,10 +9,8 @@ from jax.typing import DTypeLike
 from jax_ring.collectives.axes import AxisName, check_axis_name
 from jax_ring.options import Order, check_choice, integer
 from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.sentinel import check_every
-from jax_ring.training.sync import wire_of
-from jax_ring.training.wire import UNCHANGED
+from jax_ring.training.wire import UNCHANGED, Int8Wire, wire_of
 from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout

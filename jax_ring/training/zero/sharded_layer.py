@@ -18,7 +18,7 @@ from jax_ring.options import check_function, integer
 from jax_ring.training.parameters import is_float0, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
-from jax_ring.training.sync import wire_of
+from jax_ring.training.wire import wire_of
 from jax_ring.training.zero.divided import checked_shards, gathered, scattered, whole_vectors
 from jax_ring.training.zero.local_gradients import Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.training.implementations import implementation
-from jax_ring.training.quantized import Int8Wire
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
-from jax_ring.training.wire import UNCHANGED
+from jax_ring.training.wire import UNCHANGED, Int8Wire
 
 if TYPE_CHECKING:
     from jax_ring.training.zero.local_gradients import Reduction
