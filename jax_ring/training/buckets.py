@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring.options import path_text
+
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -90,29 +92,24 @@ def plan_buckets(
     check_bucket_bytes("plan_buckets", bucket_bytes, first_bucket_bytes)
     paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = tuple(
-        f"{jax.tree_util.keystr(path) or 'the array'}: {_dtype_of(path, leaf)}[{','.join(map(str, leaf.shape))}]"
+        f"{path_text(path, 'the array')}: {_dtype_of(path, leaf)}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in paths_and_leaves
     )
-    contents: list[list[int]] = []
-    sizes: list[int] = []
-    dtypes: list[np.dtype] = []
-    open_bucket: dict[np.dtype, int] = {}
-    limits: dict[np.dtype, int] = {}
+    buckets: list[Bucket] = []
+    last: dict[np.dtype, int] = {}  # each dtype's open bucket
+    room: dict[np.dtype, int] = {}  # and the bytes that are left in it
     for i, (_, leaf) in reversed(list(enumerate(paths_and_leaves))):
         if leaf.dtype == jax.dtypes.float0:
             continue
         dtype, size = np.dtype(leaf.dtype), math.prod(leaf.shape) * leaf.dtype.itemsize
-        k = open_bucket.get(dtype)
-        if k is None or sizes[k] + size > limits[dtype]:
-            limits[dtype] = bucket_bytes if k is not None else min(first_bucket_bytes, bucket_bytes)
-            k = open_bucket[dtype] = len(contents)
-            contents.append([])
-            sizes.append(0)
-            dtypes.append(dtype)
-        contents[k].append(i)
-        sizes[k] += size
-    buckets = tuple(Bucket(*fields) for fields in zip(dtypes, map(tuple, contents), sizes, strict=True))
-    return BucketPlan(names, buckets)
+        if dtype not in last or size > room[dtype]:
+            room[dtype] = bucket_bytes if dtype in last else min(first_bucket_bytes, bucket_bytes)
+            last[dtype] = len(buckets)
+            buckets.append(Bucket(dtype, (), 0))
+        bucket = buckets[last[dtype]]
+        buckets[last[dtype]] = Bucket(dtype, (*bucket.leaves, i), bucket.num_bytes + size)
+        room[dtype] -= size
+    return BucketPlan(names, tuple(buckets))
 
 
 def _dtype_of(path: Any, leaf: Any) -> np.dtype:
@@ -122,7 +119,7 @@ def _dtype_of(path: Any, leaf: Any) -> np.dtype:
         jnp.issubdtype(dtype, jnp.number) or dtype in (np.bool_, jax.dtypes.float0)
     ):
         raise TypeError(
-            f"plan_buckets: the leaf at {jax.tree_util.keystr(path) or 'the root'} of tree must be an array of numbers "
-            f"or a jax.ShapeDtypeStruct, got {leaf!r}"
+            f"plan_buckets: the leaf at {path_text(path)} of tree must be an array of numbers or a "
+            f"jax.ShapeDtypeStruct, got {leaf!r}"
         )
     return dtype
