@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     import optax
 
 
-class LocalGradients(NamedTuple):
-    """The state without error feedback: no leaves; `feedback_specs` looks for it."""
-
-
 class FeedbackState(NamedTuple):
-    """The state with `error_feedback`, a `key`, or both.
+    """The state of `allreduce_gradients`, by which `feedback_specs` knows it. It has leaves with feedback or a key.
 
         reduce = jax_ring.allreduce_gradients("data", wire=jnp.bfloat16, error_feedback=True)
         residual = reduce.init(params).residual  # under shard_map
@@ -87,48 +83,37 @@ def allreduce_gradients(
     check_every(name, check_replicas)
     _check_feedback(error_feedback, reduction)
 
-    def synced(now, updates, state, params, residual=None):
-        """Reduced gradients, and the state with its step advanced."""
-        reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
-        if check_replicas is None:
-            return reduce(now, updates), state
-        check_counted(name, state)
-        own = digests_every(name, params, axis_name, check_replicas, state.step)
-        reduced, tables = reduced_with(now, reduce, updates, own.table)
-        step, tree = next_step(state.step, reduced.tree, verdict(name, own, tables, axis_name))
-        return reduced._replace(tree=tree), state._replace(step=step)
-
-    def counted(inner):
-        return inner if check_replicas is None else CheckedState(jnp.zeros((), jnp.int32), inner)
-
-    if not error_feedback and options.get("key") is None:
-
-        def reduce(updates, state, params=None):
-            reduced, state = synced(reduction, updates, state, params)
-            return reduced.tree, state
-
-        return optax.GradientTransformation(lambda params: counted(LocalGradients()), reduce)
+    has_state = error_feedback or options.get("key") is not None
 
     def init(params):
-        residual = None
+        residual, key = None, options.get("key")
         if error_feedback:
             residual = jax.tree.map(lambda p: own_copy(jnp.zeros((1, *p.shape), p.dtype), axis_name), params)
-        key = options.get("key")
         # A copy of the key: the caller still holds it when a step donates the state.
-        return counted(FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0)))
+        inner = FeedbackState(residual, None if key is None else jax.random.fold_in(key, 0))
+        return inner if check_replicas is None else CheckedState(jnp.zeros((), jnp.int32), inner)
 
     def update(updates, state, params=None):
         if check_replicas is not None:
             check_counted(name, state)
-        own = state if check_replicas is None else state.inner
-        now, next_key = reduction, None
-        if own.key is not None:
-            key, next_key = jax.random.split(own.key)
-            now = replace(reduction, wire=Int8Wire(key))
-        residual = jax.tree.map(lambda r: r[0], own.residual)
-        reduced, state = synced(now, updates, state, params, residual)
-        own = FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
-        return reduced.tree, own if check_replicas is None else state._replace(inner=own)
+        inner = state if check_replicas is None else state.inner
+        now, residual, next_key = reduction, None, None
+        if has_state:
+            if inner.key is not None:
+                key, next_key = jax.random.split(inner.key)
+                now = replace(reduction, wire=Int8Wire(key))
+            residual = jax.tree.map(lambda r: r[0], inner.residual)
+        reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
+        if check_replicas is None:
+            reduced = reduce(now, updates)
+        else:
+            own = digests_every(name, params, axis_name, check_replicas, state.step)
+            reduced, tables = reduced_with(now, reduce, updates, own.table)
+            step, tree = next_step(state.step, reduced.tree, verdict(name, own, tables, axis_name))
+            reduced = reduced._replace(tree=tree)
+        if has_state:
+            inner = FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)
+        return reduced.tree, inner if check_replicas is None else state._replace(step=step, inner=inner)
 
     return optax.GradientTransformation(init, update)
 
@@ -171,9 +156,12 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
     check_axis_name("feedback_specs", axis_name)
     own = PartitionSpec(axes_of(axis_name))
 
+    def is_own(node):
+        return isinstance(node, FeedbackState)
+
     def adds_local_gradients(node):
         return isinstance(node, optax.MultiStepsState) and any(
-            map(_reduces, jax.tree.leaves(node.inner_opt_state, is_leaf=_reduces))
+            map(is_own, jax.tree.leaves(node.inner_opt_state, is_leaf=is_own))
         )
 
     def own_part(path, leaf):
@@ -188,7 +176,7 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
         )
 
     def specs(node):
-        if isinstance(node, FeedbackState):
+        if is_own(node):
             residual = jax.tree.map(lambda _: own, node.residual)
             return FeedbackState(residual, None if node.key is None else PartitionSpec())
         if not adds_local_gradients(node):
@@ -197,11 +185,4 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
         sums = jax.tree_util.tree_map_with_path(own_part, node.acc_grads)
         return rest._replace(acc_grads=sums, inner_opt_state=feedback_specs(node.inner_opt_state, axis_name))
 
-    return jax.tree.map(
-        specs, state, is_leaf=lambda node: isinstance(node, FeedbackState) or adds_local_gradients(node)
-    )
-
-
-def _reduces(node: Any) -> bool:
-    """Whether this part of a state is that of `allreduce_gradients`."""
-    return isinstance(node, LocalGradients | FeedbackState)
+    return jax.tree.map(specs, state, is_leaf=lambda node: is_own(node) or adds_local_gradients(node))
