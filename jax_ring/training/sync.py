@@ -26,17 +26,12 @@ from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, wire_of
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
-class BucketOptions(TypedDict, total=False):
+class ReductionOptions(TypedDict, total=False):
     """Keyword arguments for reducing gradients; see `sync_gradients`."""
 
     impl: Impl
     bucket_bytes: int
     first_bucket_bytes: int
-
-
-class ReductionOptions(BucketOptions, total=False):
-    """`BucketOptions`, and how gradients are sent."""
-
     wire: DTypeLike | None
     wire_dtype: DTypeLike | None  # the same, by its first name
     key: jax.Array | None
@@ -100,8 +95,7 @@ class Reduction:
                 f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
             )
         name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
-        unchanged = {*BucketOptions.__annotations__, "overlap", "order"}
-        others: Any = {name: value for name, value in options.items() if name in unchanged}
+        others: Any = {name: value for name, value in options.items() if name not in ("wire", "wire_dtype", "key")}
         return cls(function, wire=wire_of(function, name, dtype, options.get("key")), **others)
 
     def __post_init__(self):
