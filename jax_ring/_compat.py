@@ -692,8 +692,12 @@ def value_of(key: str) -> str | None:
 def publish_once(key: str, value: str) -> str:
     """Publishes a value unless the key has one; returns the key's value, without blocking."""
     client = distributed_client()
-    # The second raises if the store is unreachable. Otherwise the key has a value.
-    return value if put_value(client, key, value) else client.key_value_try_get(key)
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        # Raises if the store is unreachable. Otherwise the key has a value.
+        return client.key_value_try_get(key)
+    return value
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:
