@@ -384,22 +384,21 @@ def once(lowering_context, key: Hashable, compute: Callable[..., T], *args) -> T
 
 
 def call_with_programs(function: Callable) -> None:
-    """Calls a function with each program that JAX has lowered: (module, jaxpr, platforms, donates, meshes).
+    """Calls a function with each program that JAX has lowered.
 
-    The meshes are those of arguments and results. Exported programs are left out: their caller decides on donation and
-    sharding.
+    function: of (module, jaxpr, platforms, donates, the meshes of arguments and results, is_exported).
     """
     lower = _mlir.lower_jaxpr_to_module
 
     @functools.wraps(lower)
     def lower_and_call(name, jaxpr, **options):
         lowered = lower(name, jaxpr, **options)
-        if not options["lowering_parameters"].for_export:
-            with lowered.module.context, _ir.Location.unknown():
-                shardings = [*(options.get("arg_shardings") or ()), *(options.get("result_shardings") or ())]
-                platforms, donates = tuple(options["platforms"]), any(options["donated_args"])
-                meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
-                function(lowered.module, jaxpr, platforms, donates, meshes)
+        with lowered.module.context, _ir.Location.unknown():
+            shardings = [*(options.get("arg_shardings") or ()), *(options.get("result_shardings") or ())]
+            platforms, donates = tuple(options["platforms"]), any(options["donated_args"])
+            meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
+            is_exported = options["lowering_parameters"].for_export
+            function(lowered.module, jaxpr, platforms, donates, meshes, is_exported)
         return lowered
 
     _mlir.lower_jaxpr_to_module = lower_and_call  # type: ignore[assignment]

@@ -11,7 +11,6 @@ from jax_ring import _compat
 
 if TYPE_CHECKING:
     from jax_ring.lowering.custom_call.operation import Call
-    from jax_ring.lowering.passes.source_lines import Table
 
 
 class Numbers(dict[Any, int]):
@@ -28,12 +27,8 @@ class LoweringState:
 
     Attributes:
       calls: to engines, by attributes, as JAX copies operations.
-      call_sites: their lines, by what they compute; None while all name the same line.
-      unsettled: calls not yet in `call_sites`, with their lines.
-      callers: the only caller of a function, by body.
       lanes: by GPU stream.
-      functions_on_streams: functions of one operation on a stream.
-      joined_functions: whose calls are joined.
+      joined_functions: whose calls are joined, by symbol.
       rounded_sums: as float32, and as asked for.
       may_leave_out: whether a rank may leave out a call.
       digest: of the program so far; empty in one process.
@@ -42,12 +37,8 @@ class LoweringState:
     """
 
     calls: "dict[ir.Attribute, Call]" = field(default_factory=dict)
-    call_sites: "Table | None" = None
-    unsettled: list[tuple[ir.Operation, tuple[str, ...]]] = field(default_factory=list)
-    callers: dict[ir.Block, ir.Operation] = field(default_factory=dict)
     lanes: Numbers = field(default_factory=Numbers)
-    functions_on_streams: set[str] = field(default_factory=set)
-    joined_functions: set[str] = field(default_factory=set)
+    joined_functions: set[ir.Attribute] = field(default_factory=set)
     rounded_sums: list[tuple[ir.Value, ir.Value]] = field(default_factory=list)
     may_leave_out: bool = False
     digest: str = ""

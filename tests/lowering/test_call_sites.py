@@ -86,6 +86,14 @@ def test_arguments_tell_calls_apart():
 
 
 @pytest.mark.usefixtures("apart")
+def test_operands_of_functions_tell_calls_apart():
+    def f(x):
+        return jax.jit(lambda x: first(x))(x) + jax.jit(lambda x: second(x))(jnp.sin(x))
+
+    assert sites(f) == [line(first), line(second)]
+
+
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     "f",
     [

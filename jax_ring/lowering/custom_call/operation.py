@@ -11,11 +11,13 @@ from jax.interpreters import mlir
 from jax_ring import _compat
 from jax_ring.lowering.custom_call import partitioned, partitioner
 from jax_ring.lowering.custom_call.attributes import CONFIG, named, of_operation
-from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring.lowering.state import state_of
 
 Lines = tuple[str, ...]  # user lines served by one call
 Aliases = Collection[tuple[int, int]]  # pairs of operand and result that may share a buffer
+# Numbers beyond which a text does not help.
 _MAX_SHAPES = 4
+_MAX_LINES = 4
 
 
 class Description(str):
@@ -100,7 +102,9 @@ def build(
     operation = ir.Operation.create(
         "stablehlo.custom_call", results=types, operands=operands, attributes=attributes, loc=location
     )
-    note(state_of(ctx), of_line, call)
+    calls = state_of(ctx).calls  # by attributes, as JAX copies operations
+    if of_line not in calls or not call.joins:
+        calls[of_line] = call
     return operation
 
 
@@ -110,7 +114,10 @@ def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
     if call.num_own is not None:
         more[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
     entries = _compat.once(ctx, ("entries", call.shared), named, call.shared)
-    return config(entries, " and ".join(call.lines), **more)  # until equal calls are known
+    site, num_more = " and ".join(call.lines), len(call.lines) - _MAX_LINES
+    if num_more > 0:
+        site = f"{', '.join(call.lines[:_MAX_LINES])} and {num_more} more places"
+    return config(entries, site, **more)  # until equal calls are known
 
 
 def config(entries: Sequence[tuple[str, ir.Attribute]], site: str, **more: ir.Attribute) -> ir.DictAttr:
@@ -124,12 +131,6 @@ def compared(operation: ir.Operation) -> tuple:
         return tuple(named(operation.attributes))
     except TypeError:
         return (str(operation).partition("=")[2],)
-
-
-def note(state: LoweringState, attributes: ir.Attribute, call: Call) -> None:
-    """Notes a call by its attributes, as JAX copies operations."""
-    known = state.calls.get(attributes)
-    state.calls[attributes] = call if known is None else call._replace(joins=call.joins and known.joins)
 
 
 def aliased_operands(operation: ir.Operation) -> set[int]:

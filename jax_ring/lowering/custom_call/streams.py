@@ -52,7 +52,6 @@ def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequ
       build: (operands) to the operation, with results of these types.
     """
     function = _compat.new_function(ctx, f"on_stream_{stream}", [value.type for value in operands], list(types))
-    state_of(ctx).functions_on_streams.add(function.name.value)
     block = function.add_entry_block()
     with ir.InsertionPoint(block):
         func.return_(build(list(block.arguments)).results)

@@ -10,6 +10,7 @@ from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering import dispatch, topology
 from jax_ring.lowering.passes import source_lines
+from jax_ring.lowering.state import state_of
 
 
 def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups, avals_in, avals_out) -> Sequence:
@@ -34,8 +35,9 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
         "processes": np.array([processes[i] for i in members], np.int64),
         "group_sizes": np.array([len(group) for group in groups], np.int64),
     }
-    operands = _pass_through(ctx, operands, avals_in, begins=np.int64(1), **attributes)
-    source_lines.write(ctx, operands, call)
+    site = state_of(ctx).site or _compat.call_site(ctx)
+    source_lines.request(ctx.module_context.module)
+    operands = _pass_through(ctx, operands, avals_in, begins=np.int64(1), site=site, **attributes)
     return _pass_through(ctx, emit(operands), avals_out, begins=np.int64(0), site="", **attributes)
 
 

@@ -27,33 +27,25 @@ COMBINE_THRESHOLD_BYTES = 25 << 20
 COMBINE_THRESHOLD_COUNT = 256
 
 
-def join(ctx, state: LoweringState, parent: ir.Operation, left: list[ir.Operation]) -> None:
-    """Joins the calls in the body of a lowered shard_map, or of an operation or function within.
-
-    left: receives the calls then, in program order.
-    """
+def join(ctx, state: LoweringState, parent: ir.Operation) -> None:
+    """Joins the calls in the body of a lowered shard_map, or of an operation or function within."""
     for region in parent.regions:
         for block in region:
-            _join_block(ctx, state, block, left)
+            _join_block(ctx, state, block)
 
 
-def _join_function(ctx, state: LoweringState, caller: ir.Operation, left: list[ir.Operation]) -> None:
+def _join_function(ctx, state: LoweringState, caller: ir.Operation) -> None:
     """Joins the calls in a called function, once."""
-    name = ir.FlatSymbolRefAttr(caller.attributes["callee"]).value
-    if name in state.joined_functions:
-        return
-    state.joined_functions.add(name)
-    function = _compat.called_function(ctx, caller)
-    if name in state.functions_on_streams:
-        state.callers[function.regions[0].blocks[0]] = caller
-    join(ctx, state, function, left)
+    name = caller.attributes["callee"]
+    if name not in state.joined_functions:
+        state.joined_functions.add(name)
+        join(ctx, state, _compat.called_function(ctx, caller))
 
 
-def _join_block(ctx, state: LoweringState, block: ir.Block, left: list[ir.Operation]) -> None:
+def _join_block(ctx, state: LoweringState, block: ir.Block) -> None:
     operations: list[ir.Operation] = []
     calls: dict[int, Call] = {}
     exchanged: dict[int, ir.Operation] = {}
-    within: dict[int, list[ir.Operation]] = {}  # by the enclosing operation
     for i, view in enumerate(block.operations):
         op = view.operation
         operations.append(op)
@@ -65,28 +57,18 @@ def _join_block(ctx, state: LoweringState, block: ir.Block, left: list[ir.Operat
                 calls[i] = call
         elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
             exchanged[i] = op
-        elif name == "func.call" or (len(op.regions) and name != "sdy.manual_computation"):
-            # The calls in a nested shard_map have been joined already.
-            within[i] = []
-            (_join_function if name == "func.call" else join)(ctx, state, op, within[i])
-    of_block = {i: operations[i] for i in calls}
+        elif name == "func.call":
+            _join_function(ctx, state, op)
+        elif len(op.regions) and name != "sdy.manual_computation":  # a nested shard_map has been looked at already
+            join(ctx, state, op)
     if len(calls) + len(exchanged) > 1:
-        _join_calls(ctx, operations, calls, exchanged, of_block)
-    for i in sorted([*of_block, *within]):
-        left.extend([of_block[i]] if i in of_block else within[i])
+        _join_calls(ctx, operations, calls, exchanged)
 
 
 def _join_calls(
-    ctx,
-    operations: Sequence[ir.Operation],
-    calls: dict[int, Call],
-    exchanged: dict[int, ir.Operation],
-    left: dict[int, ir.Operation],
+    ctx, operations: Sequence[ir.Operation], calls: dict[int, Call], exchanged: dict[int, ir.Operation]
 ) -> None:
-    """Joins a block's calls and exchanges.
-
-    left: the block's calls by place, of which a joined one takes that of its last member.
-    """
+    """Joins a block's calls and exchanges, by place."""
     elements = functools.cache(_elements)  # many calls share a few types
     keys: dict[int, Hashable] = {i: _key(operations[i], call, elements) for i, call in calls.items() if call.joins}
     keys.update({i: exchanges.key(op) for i, op in exchanged.items()})
@@ -95,14 +77,15 @@ def _join_calls(
     if not keys:
         return
     first, last = min(keys), max(keys)
-    flow = dataflow.Flow(operations[first : last + 1])
+    part = operations[first : last + 1]
+    inputs = list(map(dataflow.inputs_of, part))
     candidates = {}
     for i, key in keys.items():
         op = operations[i]
         size = exchanges.num_bytes(op) if i in exchanged else _num_bytes(op, calls[i], elements)
         limit = exchanges.SMALL_BYTES if i in exchanged else COMBINE_THRESHOLD_BYTES
         candidates[i - first] = key, len(op.results), size, limit
-    groups = dataflow.choose_groups(flow, candidates, max_count=COMBINE_THRESHOLD_COUNT)
+    groups = dataflow.choose_groups(part, inputs, candidates, max_count=COMBINE_THRESHOLD_COUNT)
     if not groups:
         return
     first_of = dataflow.equal_values(operations[:last])
@@ -113,15 +96,10 @@ def _join_calls(
             return exchanges.build([operations[i] for i in places])
         return [_build(ctx, [(operations[i], calls[i]) for i in places], first_of)]
 
-    new = dataflow.reorder(flow, groups, build)
+    dataflow.reorder(part, inputs, groups, build)
     for group in groups:
-        for i in (first + member for member in group):
-            if i in exchanged:
-                exchanged[i].erase()
-            else:
-                _erase(left.pop(i), calls[i])
-        if first + group[-1] in calls:
-            (left[first + group[-1]],) = new[group[-1]]
+        for i in group:
+            part[i].erase()
 
 
 def _key(op: ir.Operation, call: Call, elements: Callable) -> Hashable:
@@ -173,12 +151,3 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
     for result, place in served:
         result.replace_all_uses_with(new.results[place])
     return new
-
-
-def _erase(op: ir.Operation, call: Call) -> None:
-    """Erases an unused call, and hidden operands without other uses."""
-    hidden = list(op.operands)[: call.num_hidden]
-    op.erase()
-    for value in hidden:
-        if next(iter(value.uses), None) is None:
-            ir.OpResult(value).owner.operation.erase()

@@ -1,30 +1,20 @@
-"""A block's data flow: which operations can be one, and where they then are."""
+"""A block's data flow: which operations can be one, and where they then are; and that into called functions.
+
+Nothing else orders operations: XLA ignores their order, and ordered effects pass tokens. Prints, maybe in one process
+alone, therefore change nothing for others.
+"""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
 
 from jax_ring.lowering.custom_call.operation import compared
 
 # They may have effects, or give another result next time.
 _NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.recv")
-
-
-class Flow:
-    """Data flow through a part of a block.
-
-    Nothing else orders operations: XLA ignores their order, and ordered effects pass tokens. Prints, maybe in one
-    process alone, therefore change nothing for others.
-
-    Attributes:
-      operations: of the part.
-      inputs: by operation, values read, also in its regions.
-    """
-
-    def __init__(self, operations: Sequence[ir.Operation]) -> None:
-        self.operations = operations
-        self.inputs = [_inputs(op) for op in operations]
 
 
 def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
@@ -48,7 +38,11 @@ def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]
 
 
 def choose_groups(
-    flow: Flow, candidates: Mapping[int, tuple[Hashable, int, int, int]], *, max_count: int
+    operations: Sequence[ir.Operation],
+    inputs: Sequence[Sequence[ir.Value]],
+    candidates: Mapping[int, tuple[Hashable, int, int, int]],
+    *,
+    max_count: int,
 ) -> list[list[int]]:
     """Groups of operations with equal keys, none depending on another of its group.
 
@@ -56,6 +50,7 @@ def choose_groups(
     all that waits for them; later ones must not close a cycle.
 
     Args:
+      inputs: of each operation, see `inputs_of`.
       candidates: key, number of results, size and the limit of a group's size, by index; a larger one joins none.
       max_count: of a group's results.
     """
@@ -76,9 +71,9 @@ def choose_groups(
             seen |= behind[group]
         return seen
 
-    for i, op in enumerate(flow.operations):
+    for i, op in enumerate(operations):
         mask = 0
-        for value in flow.inputs[i]:
+        for value in inputs[i]:
             mask |= waits.get(value, 0)
         if i in candidates:
             key, count, size, max_bytes = candidates[i]
@@ -111,14 +106,15 @@ def choose_groups(
 
 
 def reorder(
-    flow: Flow, groups: Sequence[Sequence[int]], join: Callable[[Sequence[int]], Sequence[ir.Operation]]
-) -> dict[int, Sequence[ir.Operation]]:
+    operations: Sequence[ir.Operation],
+    inputs: Sequence[Sequence[ir.Value]],
+    groups: Sequence[Sequence[int]],
+    join: Callable[[Sequence[int]], Sequence[ir.Operation]],
+) -> None:
     """Puts other operations in place of each group, and moves what waits for them behind.
 
     join: creates these for a group, in order and in front of its last member, and gives their results to those who use
       the members' results. The members stay, unused, for the caller to erase.
-
-    Returns the new operations, by the index of the last member.
     """
     node_of = {member: group[-1] for group in groups for member in group}
     group_at = {group[-1]: group for group in groups}
@@ -129,9 +125,9 @@ def reorder(
     for i in range(first, last + 1):
         node = node_of.get(i, i)
         needed = needs.setdefault(node, set())
-        needed.update(producers[value] for value in flow.inputs[i] if value in producers)
+        needed.update(producers[value] for value in inputs[i] if value in producers)
         needed.discard(node)
-        for result in flow.operations[i].results:
+        for result in operations[i].results:
             producers[result] = node
     users: dict[int, list[int]] = {node: [] for node in needs}
     for node, needed in needs.items():
@@ -140,16 +136,11 @@ def reorder(
     missing = {node: len(needed) for node, needed in needs.items()}
     ready = [node for node, count in missing.items() if not count]
     heapq.heapify(ready)
-    joined: dict[int, Sequence[ir.Operation]] = {}
     previous: ir.Operation | None = None
     furthest = -1
     while ready:
         node = heapq.heappop(ready)
-        if node in group_at:
-            new = joined[node] = join(group_at[node])
-        else:
-            new = [flow.operations[node]]
-        for op in new:
+        for op in join(group_at[node]) if node in group_at else [operations[node]]:
             if previous and node < furthest:  # it has waited for a later group
                 op.move_after(previous)
             previous = op
@@ -158,13 +149,34 @@ def reorder(
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, user)
-    return joined
 
 
-def _inputs(op: ir.Operation) -> list[ir.Value]:
+def only_callers(module: ir.Module) -> dict[ir.Block, ir.Operation]:
+    """For the bodies of functions that are called once: the call."""
+    callers: defaultdict[str, list[ir.Operation]] = defaultdict(list)
+    for call in operations_of(module, func.CallOp):
+        callers[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].append(call)
+    functions = ir.SymbolTable(module.operation)
+    return {functions[name].regions[0].blocks[0]: calls[0] for name, calls in callers.items() if len(calls) == 1}
+
+
+def operations_of(module: ir.Module, op_class: type[ir.OpView]) -> list[ir.Operation]:
+    """A module's operations of this class, in order."""
+    found: list[ir.Operation] = []
+
+    def note(op) -> ir.WalkResult:
+        found.append(op.operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(note, ir.WalkOrder.PRE_ORDER, op_class)
+    return found
+
+
+def inputs_of(op: ir.Operation) -> list[ir.Value]:
+    """The values that an operation reads, also in its regions."""
     values = list(op.operands)
     for region in op.regions:
         for block in region:
             for inner in block.operations:
-                values += _inputs(inner.operation)
+                values += inputs_of(inner.operation)
     return values

@@ -38,11 +38,11 @@ def _lower_shard_map(jax_rule, ctx, *operands, **params):
         owners = [value.owner.operation for value in values if isinstance(value, ir.OpResult)]
         # A mesh of one rank has no such operation.
         if owners and (body := owners[0]).name == "sdy.manual_computation":
-            calls: list[ir.Operation] = []
-            combiner.join(ctx, state, body, calls)
-            source_lines.settle(state, calls)
+            combiner.join(ctx, state, body)
             if state.may_leave_out:
                 exit_barrier.end(ctx, body, params)
+    if len({call.lines for call in state.calls.values()}) > 1:
+        source_lines.request(ctx.module_context.module)
     return results
 
 
@@ -51,8 +51,13 @@ def rule(jax_rule: Callable) -> Callable:
     return partial(_lower_shard_map, jax_rule)
 
 
-def end_program(module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence) -> None:
+def end_program(
+    module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence, is_exported: bool
+) -> None:
     """Passes on a program lowered from a jaxpr. meshes: of arguments and results."""
+    source_lines.settle(module)
+    if is_exported:
+        return  # its caller decides on donation and sharding
     if donates:
         # Donated arguments are known only once the whole program is lowered.
         donation.sum_in_place(module)
