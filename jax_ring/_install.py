@@ -10,7 +10,7 @@ import os
 from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering import override
-from jax_ring.lowering.custom_call import partitioner
+from jax_ring.lowering.custom_call import partitioned
 from jax_ring.lowering.passes import pipeline
 
 
@@ -22,7 +22,7 @@ def install() -> None:
     # The calls in a shard_map are joined and named once its body is lowered.
     _compat.replace_lowering(_compat.shard_map_p, ("cpu",), pipeline.rule, cacheable=True)
     # XLA's partitioner divides arrays and then asks for the call on one device's part.
-    _compat.register_partitioner(partitioner.TARGET, partitioner.partition)
+    _compat.register_partitioner(partitioned.TARGET, partitioned.partition)
     # Equal calls are numbered in each build, and a process may build a lowered program more than once.
     _compat.call_around_builds(_ffi_cpu.count_builds)
     # Passes that need the whole lowered program.

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax_ring import _compat, runtime
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import attributes, layout, operation, partitioned, partitioner, streams
+from jax_ring.lowering.custom_call import attributes, layout, operation, partitioned, streams
 from jax_ring.lowering.custom_call.operation import Call, Description
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
@@ -121,7 +121,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     if service.automatic_axes:
         num_own = (call.kind.scatters + slots, int(call.kind.gathers))
         shared = partitioned.attributes(shared, target, takes_position, num_own, stream)
-        target, stream, takes_position = partitioner.TARGET, streams.MAIN, False
+        target, stream, takes_position = partitioned.TARGET, streams.MAIN, False
     known = Call(
         target=target,
         shared=shared,

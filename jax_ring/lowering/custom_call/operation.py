@@ -9,7 +9,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.custom_call import partitioned, partitioner
+from jax_ring.lowering.custom_call import partitioned
 from jax_ring.lowering.custom_call.attributes import CONFIG, named, of_operation
 from jax_ring.lowering.state import state_of
 
@@ -112,7 +112,7 @@ def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
     """Attributes for the handler."""
     more: dict[str, ir.Attribute] = {"call": ir.StringAttr.get(call.description)}
     if call.num_own is not None:
-        more[partitioner.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
+        more[partitioned.ALIASES] = mlir.ir_attribute(np.array([*aliases], np.int64).reshape(-1))
     entries = _compat.once(ctx, ("entries", call.shared), named, call.shared)
     site, num_more = " and ".join(call.lines), len(call.lines) - _MAX_LINES
     if num_more > 0:

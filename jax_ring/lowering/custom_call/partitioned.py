@@ -2,20 +2,30 @@
 
 The program has its author's shapes there, and XLA's partitioner divides arrays over the automatic axes. A collective
 treats all elements alike, so each device can call with its part, in groups of the whole mesh. The program gets a call
-that partitioner.py replaces at compilation, with a rule that says which dimensions of operands and results belong
-together. It has all attributes of the engine's call, so any process can compile it.
+to `TARGET`, with a rule that says which dimensions of operands and results belong together, and XLA's partitioner has
+`partition` replace it by the engine's call, on one device's part. It has all attributes of the engine's call, so any
+process can compile it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
+import numpy as np
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import func, sdy
+from jax.extend.mlir.dialects import stablehlo as hlo
+from jax.interpreters import mlir
 
-from jax_ring.lowering.custom_call import partitioner
-from jax_ring.lowering.custom_call.attributes import from_values, named
+from jax_ring import _compat
+from jax_ring.lowering.custom_call import streams
+from jax_ring.lowering.custom_call.attributes import CONFIG, from_values, named, of_operation
 from jax_ring.lowering.kinds import Kind
 from jax_ring.options import Options
+
+TARGET = "jax_ring.partitioned"
+# Attributes that the engine's call does not have.
+_ENGINE_TARGET, _TAKES_POSITION, _NUM_OWN, _STREAM, ALIASES = "target", "takes_position", "num_own", "stream", "aliases"
 
 
 def why_not(axes: Sequence[str], kind: Kind, options: Options, num_hosts: int) -> str:
@@ -44,12 +54,7 @@ def attributes(
       num_own: dimensions that operand and result do not share.
       stream: of the GPU, unless that of its surroundings.
     """
-    own = {
-        partitioner.ENGINE_TARGET: target,
-        partitioner.TAKES_POSITION: takes_position,
-        partitioner.NUM_OWN: num_own,
-        partitioner.STREAM: stream,
-    }
+    own = {_ENGINE_TARGET: target, _TAKES_POSITION: takes_position, _NUM_OWN: num_own, _STREAM: stream}
     return ir.DictAttr.get(dict([*named(shared), *named(from_values(own))]))
 
 
@@ -72,3 +77,65 @@ def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_
         factor_sizes=sizes, operand_mappings=mappings[0], result_mappings=mappings[1],
         need_replication_factors=undivided, is_custom=True,
     )  # fmt: skip
+
+
+# ---- For XLA's partitioner -------------------------------------------------------------------------------------------
+
+
+def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
+    """The program of one device: (bytecode, shardings of operands, sharding of the result)."""
+    shapes_out, shardings_out = [shape_out], [sharding_out]
+    if is_tuple := shape_out.is_tuple():
+        shapes_out, shardings_out = shape_out.tuple_shapes(), sharding_out.tuple_elements()
+    with mlir.make_ir_context(), ir.Location.unknown():
+        values = dict(named(ir.DictAttr(ir.Attribute.parse(config.decode()))))
+        own_in, own_out = _integers(values.pop(_NUM_OWN))
+        # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
+        # divides them otherwise.
+        alike = [partial(_compat.reshape_sharding, each, own_out) for each in shardings_out]
+        shardings_in, shardings_out = [each(own_in) for each in alike], [each(own_out) for each in alike]
+        types_in = [_local_type(*each) for each in zip(shapes_in, shardings_in, strict=True)]
+        types_out = [_local_type(*each) for each in zip(shapes_out, shardings_out, strict=True)]
+        program = mlir.module_to_bytecode(_program(types_in, types_out, values))
+    return program, shardings_in, _compat.tuple_sharding(shape_out, shardings_out) if is_tuple else shardings_out[0]
+
+
+def _integers(attribute: ir.Attribute) -> list[int]:
+    return [int(n) for n in np.array(attribute)]
+
+
+def _local_type(shape, sharding) -> ir.RankedTensorType:
+    return ir.RankedTensorType.get(sharding.tile(shape).dimensions(), mlir.dtype_to_ir_type(shape.numpy_dtype()))
+
+
+def _program(types_in: Sequence, types_out: Sequence, values: dict) -> ir.Module:
+    """A module whose main function makes the engine's call. values: of its attributes, and of those above."""
+    target = ir.StringAttr(values.pop(_ENGINE_TARGET)).value
+    takes_position = ir.BoolAttr(values.pop(_TAKES_POSITION)).value
+    aliases = _integers(values.pop(ALIASES))
+    stream = ir.StringAttr(values.pop(_STREAM)).value
+
+    def call(operands) -> list:
+        before = [hlo.partition_id()] if takes_position else []
+        pairs = [(len(before) + operand, result) for operand, result in zip(aliases[::2], aliases[1::2], strict=True)]
+        operands = [*before, *operands]
+        of_operation_ = of_operation(target, [x.type for x in operands], types_out, pairs)
+        call = ir.Operation.create(
+            "stablehlo.custom_call", results=list(types_out), operands=operands,
+            attributes={**of_operation_, CONFIG: ir.DictAttr.get(values)},
+        )  # fmt: skip
+        return list(call.results)
+
+    def add_function(name: str, emit: Callable, **options) -> None:
+        block = func.FuncOp(name, ir.FunctionType.get(types_in, types_out), **options).body.blocks.append(*types_in)
+        with ir.InsertionPoint(block):
+            func.return_(emit(block.arguments))
+
+    module = ir.Module.create()
+    with ir.InsertionPoint(module.body):
+        if stream:
+            add_function("on_stream", call, visibility="private")
+            add_function("main", lambda operands: streams.call_on(stream, "on_stream", operands, types_out))
+        else:
+            add_function("main", call)
+    return module
