@@ -63,7 +63,7 @@ def who_serves(
     if levels is not None and levels.inter and (alone := ranks_by_host.why_not_split(kind, groups, levels, perm)):
         return Service(None, why_not=f"{topology.crossing_text(levels.num_hosts)}, {alone}")
     if levels is not None and platforms[0] == "cuda" and kind.adds and options.order == "tree":
-        parts = trees.hosts_of(groups, levels.intra, options).parts
+        parts = trees.trees_of(groups, levels.intra, options)
         if beyond := trees.why_beyond_kernels(parts):
             return Service(None, why_not=beyond)
     return Service(levels, platforms[0], why_not, automatic_axes)

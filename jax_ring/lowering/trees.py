@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import runtime, shard_tree
-from jax_ring.lowering.group_tables import Groups
+from jax_ring.lowering.group_tables import Groups, rank_table
 from jax_ring.options import Options
 
 
@@ -33,40 +33,14 @@ class GroupTree(NamedTuple):
         return shard_tree.roots_of(*self)
 
 
-def trees_of(groups: Groups, options: Options) -> list[GroupTree]:
-    """Trees of groups that have all their ranks."""
-    return [GroupTree(options.num_shards or len(group), len(group), tuple(range(len(group)))) for group in groups]
-
-
-class Hosts(NamedTuple):
-    """A call's trees on hosts.
-
-    Attributes:
-      parts: trees of groups' parts per host, in the order of `Levels.intra`.
-      layouts: by group, its parts' trees, one per host.
-      num_roots: the most sums that a part forms.
-    """
-
-    parts: list[GroupTree]
-    layouts: list[tuple[GroupTree, ...]]
-    num_roots: int
-
-
-def hosts_of(groups: Groups, intra: Groups, options: Options) -> Hosts:
-    """The trees of `groups` on hosts. intra: their parts, by group."""
-    num_hosts = len(intra) // len(groups)
-    layouts = []
-    for i, group in enumerate(groups):
-        rank_of = {position: rank for rank, position in enumerate(group)}
-        size = len(group)
-        layouts.append(
-            tuple(
-                GroupTree(options.num_shards or size, size, tuple(rank_of[position] for position in part))
-                for part in intra[i * num_hosts : (i + 1) * num_hosts]
-            )
-        )
-    parts = [tree for of_group in layouts for tree in of_group]
-    return Hosts(parts, layouts, num_roots(parts))
+def trees_of(groups: Groups, intra: Groups, options: Options) -> list[GroupTree]:
+    """The trees of the groups' parts on each host. intra: these parts, as of `Levels`."""
+    ranks, num_hosts = rank_table(groups), len(intra) // len(groups)
+    sizes = [len(group) for group in groups for _ in range(num_hosts)]
+    return [
+        GroupTree(options.num_shards or size, size, tuple(ranks[list(part)].tolist()))
+        for part, size in zip(intra, sizes, strict=True)
+    ]
 
 
 def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:

@@ -40,7 +40,7 @@ def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
     """
     levels = call.levels
     if call.adds_along_tree and call.group_trees is None:
-        call = call._replace(group_trees=tuple(trees.trees_of(levels.intra, call.options)))
+        call = call._replace(group_trees=tuple(trees.trees_of(levels.intra, levels.intra, call.options)))
     scatters, gathers = call.kind.scatters and not call.part, call.kind.gathers and not call.part
     slots = int(bool(call.group_trees and call.group_trees[0].num_slots() > 1))
     avals_in, avals_out = ctx.avals_in, ctx.avals_out

@@ -32,14 +32,16 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits an all-reduce or a reduce-scatter; parts of all operands cross together."""
     levels, scatters, steps = call.levels, call.kind.scatters, Steps(ctx, call)
     num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
-    hosts, group_of = trees.hosts_of(call.groups, levels.intra, call.options), ranks_by_host.group_of(levels)
+    parts, group_of = trees.trees_of(call.groups, levels.intra, call.options), ranks_by_host.group_of(levels)
+    layouts = [tuple(parts[i : i + num_hosts]) for i in range(0, len(parts), num_hosts)]  # by group
     slots = trees.num_slots(call.groups, call.options)
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
     wide = trees.accumulator(dtype)
     # The elements of a rank's part of its host's shard.
     sizes = [aval.size if scatters else shard_size(aval.size, num_ranks * num_hosts) for aval in ctx.avals_out]
-    roots = [aval_of(wide, hosts.num_roots, num_hosts * size) for size in sizes]
+    num_roots = trees.num_roots(parts)
+    roots = [aval_of(wide, num_roots, num_hosts * size) for size in sizes]
     num_bytes = sum(aval.size for aval in roots) * wide.itemsize
     copies = not scatters and exchanges.are_copied(call.service.engine, levels, num_bytes)
 
@@ -47,21 +49,21 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         for x in xs:
             if scatters:
                 group = jnp.asarray(group_of)[position]
-                yield _in_parts_by_owner(x, lead=lead, group=group, hosts=hosts, dtype=wide, **call.blocks)
+                yield _in_parts_by_owner(x, lead=lead, group=group, layouts=layouts, dtype=wide, **call.blocks)
             else:
                 yield _in_parts(x, lead=lead, num_ranks=num_ranks, num_hosts=num_hosts, dtype=wide)
 
     def fold(position, *received):
-        layouts = sorted(set(hosts.layouts))
-        folds = [partial(_fold_roots, layout=each, wide=wide, dtype=dtype) for each in layouts]
+        different = sorted(set(layouts))
+        folds = [partial(_fold_roots, layout=each, wide=wide, dtype=dtype) for each in different]
         if len(folds) == 1:
             return folds[0](*received)
         # The groups lie on hosts in different ways, but all ranks run one program.
-        which = np.array([layouts.index(each) for each in hosts.layouts], np.int32)
+        which = np.array([different.index(each) for each in layouts], np.int32)
         return lax.switch(jnp.asarray(which)[jnp.asarray(group_of)[position]], folds, *received)
 
     values = steps.run(arrange, Values(operands, dtype), wide)
-    values = steps.intra(REDUCE_SCATTER, values, roots, group_trees=tuple(hosts.parts))
+    values = steps.intra(REDUCE_SCATTER, values, roots, group_trees=tuple(parts))
     sent = partial(_sent, num_hosts=num_hosts, copies=copies)
     values = steps.each(sent, values, bitcasts.words_dtype(wide))
     values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
@@ -88,14 +90,14 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 
 
 def _in_parts_by_owner(
-    x: jax.Array, *, lead: tuple, group: jax.Array, hosts: trees.Hosts, dtype, **dimensions
+    x: jax.Array, *, lead: tuple, group: jax.Array, layouts: Sequence[tuple[trees.GroupTree, ...]], dtype, **dimensions
 ) -> jax.Array:
     """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard. group: the rank's, as an index."""
     first: Callable = partial(layout.blocks_first, **dimensions)
     blocks = jax.vmap(first)(x) if lead else first(x)
-    owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in hosts.layouts]
+    owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in layouts]
     ordered = jnp.take(blocks.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
-    return ordered.reshape(*lead, len(hosts.layouts[0][0].ranks), -1)
+    return ordered.reshape(*lead, len(layouts[0][0].ranks), -1)
 
 
 def _sent(x: jax.Array, *, num_hosts: int, copies: bool) -> jax.Array:

@@ -124,7 +124,7 @@ class Program:
         if call.in_tuple and is_on_cpu and service.levels.num_processes == 1:
             spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
         if spec.adds_along_tree:
-            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.options)))
+            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self._mesh, name, streams.LANES[is_beside])
