@@ -1,7 +1,7 @@
 """The lowering rule of all primitives: a call to its engine, or to XLA."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -11,6 +11,7 @@ from jax_ring import _compat, runtime
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
+from jax_ring.lowering.custom_call.emitter import Emit
 from jax_ring.lowering.dispatch import lowering_key, platforms_of, replica_groups, service_of, symbolic_shapes
 from jax_ring.lowering.hierarchical import other_collectives, ranks_by_host, wait_markers
 from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE_SCATTER
@@ -28,10 +29,6 @@ WIDENED = {
     "float4_e2m1fn": jnp.float32,
     "float8_e8m0fnu": jnp.float32,
 }
-
-
-# Emits a call: (ctx, operands) to its results. It holds no reference to the module, because the module keeps it.
-Emit = Callable[..., Sequence]
 
 
 def lower(call: CallSpec, ctx, *operands, **params):

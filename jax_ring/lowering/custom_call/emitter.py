@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ from jax_ring.lowering.custom_call.operation import Call, Description
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla import ops
 
-# The hidden operands. On CPU devices that is the mesh position, a run-time value, since all devices run the same
-# program. A GPU handler knows its GPU, and could not read the position from device memory.
-_TAKES_POSITION = {"cpu": True, "cuda": False}
+# Emits a call: (ctx, operands) to its results. It holds no reference to the module, because the module keeps it.
+Emit = Callable[..., Sequence]
 
 
 def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
@@ -29,10 +27,8 @@ def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
     return prepare(call, ctx)(ctx, operands)
 
 
-def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
-    """A function of (ctx, operands) that emits one custom call for operands of the types in ctx.
-
-    The module may keep it, so it does not refer to the module.
+def prepare(call: CallSpec, ctx) -> Emit:
+    """A function that emits one custom call for operands of the types in ctx.
 
     The engine has contiguous blocks, one per rank, along a leading dimension, which it removes in a reduce-scatter,
     adds in an all-gather and keeps in an all-to-all. For other dimensions data is transposed here. Slots come before
@@ -55,9 +51,7 @@ def prepare(call: CallSpec, ctx) -> Callable[..., Sequence]:
             ops.inline_one(ctx, jnp.zeros_like, x, aval) for x, aval in zip(operands, avals_in, strict=True)
         ]
     is_alone = max(map(len, levels.intra)) == 1
-    engine: Callable[..., Sequence] = (
-        partial(_reshape, avals_out) if is_alone else _prepare_engine(call, ctx, avals_in, avals_out, slots).emit
-    )
+    engine: Emit = partial(_reshape, avals_out) if is_alone else _prepare_engine(call, ctx, avals_in, avals_out, slots)
     if not (scatters or gathers):
         return engine
     at = call.dimension if call.concat_dimension is None else call.concat_dimension
@@ -75,41 +69,8 @@ def _reshape(avals: Sequence, ctx, operands: Sequence) -> Sequence:
     return [ops.reshape(x, aval.shape) for x, aval in zip(operands, avals, strict=True)]
 
 
-class _Engine(NamedTuple):
-    """A custom call without operands and lines.
-
-    Attributes:
-      stream: of a GPU.
-      known: its `operation.Call`.
-      types: of its results.
-      may_alias: pairs of operand and result that can be one buffer.
-    """
-
-    stream: str
-    known: Call
-    types: Sequence[ir.Type]
-    may_alias: Sequence[tuple[int, int]]
-
-    def emit(self, ctx, operands: Sequence) -> Sequence:
-        state = state_of(ctx)
-        hidden: list[ir.Value] = []
-        if self.known.num_hidden:
-            # The calls of a block share the mesh position.
-            hidden = [_compat.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)]
-        aliases = [(len(hidden) + i, result) for i, result in self.may_alias if _should_alias(operands[i])]
-        known = self.known._replace(lines=(state.site or _compat.call_site(ctx),))
-        build = partial(operation.build, ctx, known, self.types, aliases, _compat.location_by_user(ctx))
-        operands = [*hidden, *operands]
-        if self.stream:
-            return streams.emit_on(ctx, self.stream, build, operands, self.types)
-        built = build(operands)
-        if not state.may_leave_out:  # see passes/exit_barrier.py
-            enclosing = ir.InsertionPoint(built).block.owner.operation
-            state.may_leave_out = enclosing.name != "sdy.manual_computation"
-        return list(built.results)
-
-
-def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence, slots: int) -> _Engine:
+def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence, slots: int) -> Emit:
+    """The same without transposes. slots: the number of dimensions before the blocks."""
     service = call.service
     stream = streams.stream_of(ctx, call.options) if service.engine == "cuda" else streams.MAIN
     target = (runtime.ASYNC_TARGETS if stream else runtime.TARGETS)[call.kind.name]
@@ -117,7 +78,9 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     may_alias = [] if stream else _may_alias(call, len(avals_in), slots)
     if stream and _compat.stream_of(ctx):
         stream = streams.MAIN  # JAX moves everything around the call to the user's stream
-    takes_position, num_own = _TAKES_POSITION[service.engine], None
+    # On CPU devices, which all run one program, the mesh position is a hidden operand. A GPU handler knows its GPU, and
+    # could not read the position from device memory.
+    takes_position, num_own = service.engine == "cpu", None
     if service.automatic_axes:
         num_own = (call.kind.scatters + slots, int(call.kind.gathers))
         shared = partitioned.attributes(shared, target, takes_position, num_own, stream)
@@ -135,7 +98,26 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
     # Drop explicit mesh axes: whether they allow a reshape no longer matters.
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals_out]
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in plain]
-    return _Engine(stream, known, types, may_alias)
+
+    def emit(ctx, operands: Sequence) -> Sequence:
+        state = state_of(ctx)
+        hidden: list[ir.Value] = []
+        if takes_position:
+            # The calls of a block share the mesh position.
+            hidden = [_compat.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)]
+        aliases = [(len(hidden) + i, result) for i, result in may_alias if _should_alias(operands[i])]
+        of_line = known._replace(lines=(state.site or _compat.call_site(ctx),))
+        build = partial(operation.build, ctx, of_line, types, aliases, _compat.location_by_user(ctx))
+        operands = [*hidden, *operands]
+        if stream:
+            return streams.emit_on(ctx, stream, build, operands, types)
+        built = build(operands)
+        if not state.may_leave_out:  # see passes/exit_barrier.py
+            enclosing = ir.InsertionPoint(built).block.owner.operation
+            state.may_leave_out = enclosing.name != "sdy.manual_computation"
+        return list(built.results)
+
+    return emit
 
 
 def describe(ctx, call: CallSpec) -> Description:
