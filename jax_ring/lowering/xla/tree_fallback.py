@@ -20,7 +20,6 @@ from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.group_tables import group_table
 from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE, REDUCE_SCATTER, Kind
 from jax_ring.lowering.xla import fallback, ops
-from jax_ring.options import Options
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> list:
@@ -28,33 +27,34 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
 
     operands: with slots, if several (`trees.num_slots`).
     """
-    run = partial(_SUMS[call.kind], sizes=[len(group) for group in call.groups], options=call.options, **call.params)
+    sizes, num_shards = [len(group) for group in call.groups], call.options.num_shards
+    total = partial(_SUMS[call.kind], sizes=sizes, num_shards=num_shards, **call.params)
+    run = total if trees.num_slots(call.groups, call.options) > 1 else lambda x: total(x[None])
     return [ops.inline_one(ctx, run, x, aval) for x, aval in zip(operands, ctx.avals_in, strict=True)]
 
 
-# ---- The sums, as functions of a rank's operand ---------------------------------------------------------------------
+# ---- The sums, as functions of a rank's operand, by slot -------------------------------------------------------------
 
 
-def _all_reduce(x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int]) -> jax.Array:
+def _all_reduce(x: jax.Array, *, axes: tuple, axis_index_groups, num_shards: int | None, sizes: list[int]) -> jax.Array:
     if len(set(sizes)) > 1:
         return _fold_everything(x, axes, axis_index_groups)
-    size, shape = sizes[0], x.shape[_num_slot_dimensions(options, sizes) :]
-    slots = x.shape[0] if x.shape != shape else 1
+    size, slots, shape = sizes[0], x.shape[0], x.shape[1:]
     count, block = math.prod(shape), math.ceil(math.prod(shape) / size)
     padded = jnp.pad(x.reshape(slots, count), ((0, 0), (0, size * block - count)))
     blocks = padded.reshape(slots, size, block)
-    total = _fold_blocks(blocks, axes, axis_index_groups, options, size)
+    total = _fold_blocks(blocks, axes, axis_index_groups, num_shards, size)
     gathered = lax.all_gather(total, axes, axis_index_groups=axis_index_groups)
     return gathered.reshape(-1)[:count].reshape(shape)
 
 
 def _reduce_scatter(
-    x: jax.Array, *, axes: tuple, axis_index_groups, options: Options, sizes: list[int], **dimensions
+    x: jax.Array, *, axes: tuple, axis_index_groups, num_shards: int | None, sizes: list[int], **dimensions
 ) -> jax.Array:
     first: Callable = partial(layout.blocks_first, **dimensions)
-    blocks = jax.vmap(first)(x) if _num_slot_dimensions(options, sizes) else first(x)[None]
+    blocks = jax.vmap(first)(x)
     flat = blocks.reshape(*blocks.shape[:2], -1)
-    return _fold_blocks(flat, axes, axis_index_groups, options, sizes[0]).reshape(blocks.shape[2:])
+    return _fold_blocks(flat, axes, axis_index_groups, num_shards, sizes[0]).reshape(blocks.shape[2:])
 
 
 def _reduce(x: jax.Array, *, root: int, axes: tuple, **params) -> jax.Array:
@@ -64,14 +64,10 @@ def _reduce(x: jax.Array, *, root: int, axes: tuple, **params) -> jax.Array:
 _SUMS: dict[Kind, Callable] = {ALL_REDUCE: _all_reduce, REDUCE_SCATTER: _reduce_scatter, REDUCE: _reduce}
 
 
-def _num_slot_dimensions(options: Options, sizes: list[int]) -> int:
-    return int(options.num_shards is not None and shard_tree.num_slots(options.num_shards, sizes[0]) > 1)
-
-
-def _fold_blocks(blocks: jax.Array, axes: tuple, axis_index_groups, options: Options, size: int) -> jax.Array:
+def _fold_blocks(blocks: jax.Array, axes: tuple, axis_index_groups, num_shards: int | None, size: int) -> jax.Array:
     """This rank's block of the sum. blocks: by slot, block and element."""
     received = lax.all_to_all(jnp.moveaxis(blocks, 1, 0), axes, 0, 0, axis_index_groups=axis_index_groups)
-    return fold(received, options.num_shards or size, size)
+    return fold(received, num_shards or size, size)
 
 
 def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
@@ -85,11 +81,11 @@ def fold(terms: jax.Array, num_shards: int, size: int) -> jax.Array:
 
 
 def _fold_everything(x: jax.Array, axes: tuple, axis_index_groups) -> jax.Array:
-    """A group's sum, one value per rank, from all operands."""
+    """A group's sum, one slot per rank, from all operands."""
     gathered = lax.all_gather(x, axes)
     folds = [partial(_fold_members, members=members) for members in axis_index_groups]
     return lax.switch(jnp.asarray(group_table(axis_index_groups))[lax.axis_index(axes)], folds, gathered)
 
 
 def _fold_members(gathered: jax.Array, *, members: tuple[int, ...]) -> jax.Array:
-    return fold(jnp.stack([gathered[rank][None] for rank in members]), len(members), len(members))
+    return fold(jnp.stack([gathered[rank] for rank in members]), len(members), len(members))
