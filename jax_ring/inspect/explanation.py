@@ -13,7 +13,7 @@ from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
 from jax_ring.inspect.predicted import Predictor
 from jax_ring.inspect.table import relative, table
-from jax_ring.lowering import dispatch, override, ragged
+from jax_ring.lowering import dispatch, override
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import KINDS, is_number
 from jax_ring.lowering.passes.inherited_lines import inherit
@@ -29,7 +29,7 @@ _KINDS = {
     "all_gather": "all_gather",
     "ppermute": "permute",
     "all_to_all": "all_to_all",
-    "ragged_all_to_all": ragged.KIND,
+    "ragged_all_to_all": "ragged_all_to_all",
     "pbroadcast": "broadcast",
     "pbroadcast_dynamic": "all_reduce",  # the source is in an array
     "ring_reduce": "reduce",  # lax.reduce is no collective
@@ -264,7 +264,7 @@ def _collective(eqn: core.JaxprEqn, kind: str, axis_context, times: int | None, 
 
 def _message(eqn: core.JaxprEqn, name: str, kind: str) -> list[Any]:
     """The types of a call's larger side: results of a gather and a ragged all-to-all, else operands."""
-    variables = eqn.outvars if kind in ("all_gather", ragged.KIND) else eqn.invars
+    variables = eqn.outvars if kind in ("all_gather", "ragged_all_to_all") else eqn.invars
     if name == "pbroadcast_dynamic":
         variables = variables[:1]  # without the source
     avals: list[Any] = [v.aval for v in variables]

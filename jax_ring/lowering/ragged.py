@@ -9,11 +9,9 @@ from jax import lax
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import platforms_of, replica_groups, service_of
-from jax_ring.lowering.kinds import ALL_GATHER, RAGGED_ALL_TO_ALL
+from jax_ring.lowering.kinds import ALL_GATHER
 from jax_ring.lowering.rules import WIDENED, note_fallback
 from jax_ring.lowering.xla import fallback, ops
-
-KIND = RAGGED_ALL_TO_ALL.name
 
 
 def lower(call: CallSpec, ctx, *operands, **params) -> list:
@@ -39,7 +37,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
     call = call._replace(service=service_of(ctx, call), description=emitter.describe(ctx, call))
     if call.service.levels is None:
         on_cpu = "cpu" in platforms_of(ctx)
-        note_fallback(call, ALL_GATHER.name if on_cpu else KIND)
+        note_fallback(call, ALL_GATHER.name if on_cpu else call.kind.name)
         if on_cpu:
             return ops.inline(ctx, by_gather, operands, ctx.avals_in)
         assert call.to_xla is not None
