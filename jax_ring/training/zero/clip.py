@@ -16,7 +16,7 @@ from jax_ring.options import Order, array_or_none, path_text, promoted
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
-from jax_ring.training.zero.given_norms import given_norm, order_here, whole_here
+from jax_ring.training.zero.given_norms import norm_here, order_here
 from jax_ring.training.zero.interface import check_order
 from jax_ring.training.zero.vectors import flat
 
@@ -64,10 +64,9 @@ def clip_by_global_norm(
         del params
         leaves = jax.tree.leaves(updates)
         chosen = order_here(order)
-        norm = given_norm(leaves, axis_name, impl, chosen)
-        if norm is None and (like := whole_here()) is not None:
-            norm = jnp.sqrt(_sum_of_whole(leaves, like))
-        if norm is None:
+        if (given := norm_here()) is not None:
+            norm = given(leaves, axis_name, impl, chosen)
+        else:
             _check_cut(updates, axis_name)
             if chosen == "tree":
                 norm = jnp.sqrt(_sum_in_blocks(leaves, axis_name))
@@ -116,8 +115,10 @@ def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Arra
     return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
 
 
-def _sum_of_whole(leaves: Sequence[jax.Array], like: Any) -> jax.Array:
-    """The same for leaves that every rank has whole, with the bits of the flat layout.
+def norm_of_whole(like: Any, leaves: Sequence[jax.Array], *_: Any) -> jax.Array:
+    """The norm of leaves that every rank has whole, with the bits of the flat layout.
+
+    like: parameters, for their dtypes.
 
     Raises:
       ValueError: if these are not all leaves.
@@ -136,7 +137,7 @@ def _sum_of_whole(leaves: Sequence[jax.Array], like: Any) -> jax.Array:
 
     # Fences have no reverse mode.
     total.defjvp(lambda leaves, tangents: (total(*leaves), jax.jvp(sum_of_squares, leaves, tangents)[1]))
-    return total([*leaves])
+    return jnp.sqrt(total([*leaves]))
 
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.analysis.optax_parts import check_transformation
-from jax_ring.training.zero.given_norms import order_given, whole_on_each_rank
+from jax_ring.training.zero.clip import norm_of_whole
+from jax_ring.training.zero.given_norms import norm_given_by, order_given
 
 if TYPE_CHECKING:
     import optax
@@ -40,7 +42,7 @@ def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTran
 
     def update(updates: Any, state: Any, params: Any = None):
         like = updates if params is None else params
-        with order_given("tree"), whole_on_each_rank(like):
+        with order_given("tree"), norm_given_by(partial(norm_of_whole, like)):
             return each_rounded(tx.update, updates, state, params)
 
     return optax.GradientTransformation(tx.init, update)

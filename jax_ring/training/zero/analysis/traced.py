@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_ring import _compat
 from jax_ring.options import path_texts
-from jax_ring.training.zero.given_norms import norms_as_equations
+from jax_ring.training.zero.given_norms import as_equation, norm_given_by
 
 
 class Traced(NamedTuple):
@@ -42,7 +42,7 @@ class Traced(NamedTuple):
                     jax.numpy_dtype_promotion("standard"),
                     jax.transfer_guard("allow"),
                 ),
-                norms_as_equations(),
+                norm_given_by(as_equation),
             ):
                 stack.enter_context(context)
             init, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)

@@ -114,8 +114,7 @@ class _Layout:
         params = self.gather(params) if self.divided else params
         check_named("sharded_optimizer", axes_of(self.axis_name))
         plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
-        leaves, structure = jax.tree.flatten(params)
-        closed = jax.make_jaxpr(lambda *x: jax.tree.leaves(self.tx.init(jax.tree.unflatten(structure, x))))(*leaves)
+        leaves, closed = jax.tree.leaves(params), jax.make_jaxpr(self.tx.init)(params)
 
         def on_rank(rank):
             pieces = plan.state.ranks[rank]
@@ -166,9 +165,10 @@ class _Layout:
     def traced(self, local: LocalGradients, plan: Plan, shared: dict[int, Any], params: Any) -> TracedUpdate:
         """`tx.update` for these gradients. Raises unless it keeps the plan's state."""
         of_params = jax.tree.map(lambda x: varying_type(x, self.axis_name), params) if self.divided else params
+        gradients = jax.tree.unflatten(jax.tree.structure(params), local.varying_types())
         of_state = plan.types(self.axis_name, shared)
         with order_given(self.reduction.order):
-            traced = trace_update(self.tx, local.varying_types(), of_state, of_params, self.axis_name, self.divided)
+            traced = trace_update(self.tx, gradients, of_state, of_params, self.axis_name, self.divided)
         traced.check_state(plan.owners, params, local.has_gradient)
         return traced.with_scalars_apart() if self.reduction.is_tree else traced
 

@@ -16,10 +16,9 @@ from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.block_sums import BLOCK, block_sums, sum_of_blocks, up_to_blocks
 from jax_ring.training.zero.by_parameter.state import Plan
-from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate
+from jax_ring.training.zero.by_parameter.traced_update import NormRequest, TracedUpdate
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.clip import sum_of_squares, sum_over_ranks
-from jax_ring.training.zero.given_norms import NormRequest
 
 
 class Summand(NamedTuple):

@@ -176,7 +176,7 @@ def plan_state(
     leaves = jax.tree.leaves(params)
     state = jax.eval_shape(tx.init, params)
     while True:
-        traced = trace_update(tx, leaves, state, params, axis_name, divided)
+        traced = trace_update(tx, params, state, params, axis_name, divided)
         # The first step may widen a state, e.g. for bfloat16 parameters with float32 hyperparameters.
         wider = traced.state_after(state)
         if jax.tree.map(_type, wider) == jax.tree.map(_type, state):

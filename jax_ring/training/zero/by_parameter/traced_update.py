@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core import get_opaque_trace_state
 
 from jax_ring import _compat
-from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.launcher import foreign_errors
-from jax_ring.options import path_texts
+from jax_ring.options import Order, path_texts
+from jax_ring.training.implementations import Impl
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.analysis import slicing
 from jax_ring.training.zero.analysis.data_flow import dependences, place_of
-from jax_ring.training.zero.given_norms import NormRequest, norms_given
+from jax_ring.training.zero.given_norms import NORM, as_equation, norm_given_by
 from jax_ring.training.zero.interface import refuse_further_arguments
 
 if TYPE_CHECKING:
@@ -29,6 +31,21 @@ _REMEDY = (
     "For the norm of the whole gradient use zero.clip_by_global_norm. What else needs several parameters at once "
     "cannot be sharded: use optax.chain(allreduce_gradients(...), ...), with the whole state on every rank."
 )
+
+
+class NormRequest(NamedTuple):
+    """A norm that `zero.clip_by_global_norm` asks for.
+
+    Attributes:
+      leaves: of what: outputs of the traced update.
+      impl, order: of the sum over the ranks.
+      dtype: of the norm.
+    """
+
+    leaves: range
+    impl: Impl
+    order: Order
+    dtype: Any
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class TracedUpdate:
       num_states: leaves of the state.
       owners: by output, the parameter whose gradient it needs, directly or through the state. An update belongs to its
         parameter, and the state of one without a gradient to that. None for what all need, such as step counts.
-      norms: asked for by `zero.clip_by_global_norm`; leaves are indices of outputs.
+      norms: in the order of their inputs.
       scalars: a jaxpr of the same inputs, to further inputs of `closed`; or None.
     """
 
@@ -136,62 +153,59 @@ class TracedUpdate:
 
 
 def trace_update(
-    tx: optax.GradientTransformation, gradients: Sequence, state: Any, params: Any, axis_name: AxisName, divided: bool
+    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, axis_name: AxisName, divided: bool
 ) -> TracedUpdate:
     """Traces `tx.update`, and finds what each result needs.
 
     Args:
       tx: the optimizer.
-      gradients: one per leaf of `params`: arrays or types, as the others.
-      state: the whole.
+      gradients, state, params: trees of arrays or types.
       divided: whether a rank has only the parameters that it updates.
 
     Raises:
       ValueError: if a result needs several parameters' gradients, or a collective other than those of
         `zero.clip_by_global_norm`; or parameters that its rank does not have.
     """
-    structure, leaves = jax.tree.structure(params), jax.tree.leaves(params)
-    state_structure, states = jax.tree.structure(state), jax.tree.leaves(state)
 
-    def traced_with(norm_dtypes: Sequence) -> tuple[core.ClosedJaxpr, list[NormRequest]]:
-        requests = []
+    def update(gradients, state, params):
+        trace = get_opaque_trace_state()
 
-        def update(gradients, states, leaves, norms):
-            params = jax.tree.unflatten(structure, leaves)
-            gradients, state = jax.tree.unflatten(structure, gradients), jax.tree.unflatten(state_structure, states)
-            with norms_given(axis_name, norms) as asked:
-                updates, new_state = tx.update(gradients, state, params)
-            found = jax.tree.structure((updates, new_state))
-            if found != jax.tree.structure((params, state)):
+        def norm(leaves, over, *how):
+            if axes_of(over) != axes_of(axis_name):
                 raise ValueError(
-                    "sharded_optimizer: tx.update returned updates and a state of other structures than the parameters "
-                    f"and the state: {found} instead of {jax.tree.structure((params, state))}"
+                    f"clip_by_global_norm is over {over!r}, within a sharded_optimizer over {axis_name!r}: with "
+                    "layout='parameter' both must name the same axes"
                 )
-            outputs = [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
-            for request in asked:
-                requests.append(request._replace(leaves=range(len(outputs), len(outputs) + len(request.leaves))))
-                outputs += request.leaves
-            return outputs
+            if get_opaque_trace_state() != trace:
+                raise ValueError(
+                    "clip_by_global_norm: with layout='parameter' it cannot be within a transformation that applies "
+                    "another one under a condition, as optax.MultiSteps does, or under jit. Chain it outside of that; "
+                    "to accumulate gradients use jax_ring.accumulate_gradients."
+                )
+            return as_equation(leaves, over, *how)
 
-        norms = [jax.ShapeDtypeStruct((), dtype) for dtype in norm_dtypes]
-        return _traced(update, gradients, states, leaves, norms), requests
+        with norm_given_by(norm):
+            return tx.update(gradients, state, params)
 
-    # Most optimizers use one norm or none. Otherwise the first trace tells what the inputs are.
-    given: list[Any] = [jnp.dtype(jnp.float32)]
-    closed, requests = traced_with(given)
-    wanted = [request.dtype for request in requests]
-    if wanted != given[: len(wanted)]:
-        closed, requests = traced_with(wanted)
+    closed, results = _traced(update, gradients, state, params)
+    found, expected = jax.tree.structure(results), jax.tree.structure((params, state))
+    if found != expected:
+        raise ValueError(
+            "sharded_optimizer: tx.update returned updates and a state of other structures than the parameters "
+            f"and the state: {found} instead of {expected}"
+        )
     _refuse_collectives(closed.jaxpr)
+    closed, norms = _with_norms_apart(closed)
     owners = _owners(closed.jaxpr, params, state)
+    num_leaves, num_states = (len(jax.tree.leaves(tree)) for tree in (params, state))
     if divided:
-        _refuse_other_parameters(closed.jaxpr, owners, params, len(states))
-    return TracedUpdate(closed, len(leaves), len(states), owners, tuple(requests))
+        _refuse_other_parameters(closed.jaxpr, owners, params, num_states)
+    return TracedUpdate(closed, num_leaves, num_states, owners, norms)
 
 
-def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
+def _traced(update: Callable, *trees: Any) -> tuple[core.ClosedJaxpr, Any]:
     try:
-        return jax.make_jaxpr(update)(*inputs)
+        return jax.make_jaxpr(update, return_shape=True)(*trees)
     except (TypeError, ValueError) as error:
         refuse_further_arguments(error)
         raise
@@ -199,6 +213,20 @@ def _traced(update: Callable, *inputs: Any) -> core.ClosedJaxpr:
         if not foreign_errors.UNBOUND_AXIS.search(str(error)):
             raise
         raise ValueError(_collective_text(str(error), "")) from error
+
+
+def _with_norms_apart(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, tuple[NormRequest, ...]]:
+    """The function with its norms as further inputs, and what they are taken of as further outputs."""
+    jaxpr = closed.jaxpr
+    norms = [eqn for eqn in jaxpr.eqns if eqn.primitive is NORM]
+    outputs, requests = [*jaxpr.outvars], []
+    for eqn in norms:
+        leaves = range(len(outputs), len(outputs) + len(eqn.invars))
+        requests.append(NormRequest(leaves, eqn.params["impl"], eqn.params["order"], eqn.params["dtype"]))
+        outputs += eqn.invars
+    rest = [eqn for eqn in jaxpr.eqns if eqn.primitive is not NORM]
+    jaxpr = jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *(eqn.outvars[0] for eqn in norms)], outvars=outputs)
+    return core.ClosedJaxpr(jaxpr, closed.consts), tuple(requests)
 
 
 def _refuse_collectives(jaxpr) -> None:
