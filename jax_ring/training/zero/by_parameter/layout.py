@@ -126,9 +126,9 @@ class _Layout:
         return plan.pack_state(shared, on_each_rank(on_rank, plan, self.axis_name))
 
     def update(self, gradients, state, params):
-        shards, vectors, all_params = params, {}, params
+        shards, vectors, all_params = params, {}, jax.tree.leaves(params)
         if self.divided:
-            vectors, params, all_params = self.checked(shards), shards.like, ()
+            vectors, params, all_params = self.checked(shards), shards.like, []
         else:
             check_undivided(params, self.axis_name)
         local = LocalGradients.of(gradients, params, self.reduction)
@@ -140,10 +140,10 @@ class _Layout:
         def inputs_of(common, rank):
             states = plan.state.unpack(rank, own)
             own_params = plan.division.blocks(len(plan.pieces)).unpack(rank, vectors) if self.divided else None
-            mine = replace(common, pieces=plan.pieces[rank], states=states, own_params=own_params)
-            return replace(mine, gradients=gradients_of(rank), in_blocks=plan.in_blocks)
+            gradients = gradients_of(rank)
+            return replace(common, pieces=plan.pieces[rank], gradients=gradients, states=states, own_params=own_params)
 
-        common = self.with_norms(OwnInputs(traced, [], [], [], shared, all_params, ()), plan, inputs_of)
+        common = self.with_norms(OwnInputs(traced, shared, all_params, plan.in_blocks), plan, inputs_of)
         # Updates of shards are packed as the parameters are, whatever their own dtypes.
         names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if self.divided else None
         blocks = Blocks(traced.update_types, plan.pieces, names)
@@ -159,7 +159,7 @@ class _Layout:
             run = implementation("sharded_optimizer", self.reduction.impl, self.reduction.overlap)
             whole = blocks.unpack_all(run.all_gather(updates, self.axis_name))
             updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
-        shared = self.separated(common.compute_shared(traced.new_states(plan.shared)))
+        shared = self.separated(common.compute_shared([traced.num_leaves + k for k in plan.shared]))
         return updates, plan.pack_state(shared, own)
 
     def traced(self, local: LocalGradients, plan: Plan, shared: dict[int, Any], params: Any) -> TracedUpdate:

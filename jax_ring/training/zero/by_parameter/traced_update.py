@@ -76,9 +76,8 @@ class TracedUpdate:
         the number of ranks.
         """
         flat = jax.make_jaxpr(lambda *inputs: evaluate(self.closed, inputs))(*self.closed.in_avals)
-        num_norms = len(self.closed.in_avals) - 2 * self.num_leaves - self.num_states
-        of_leaves, of_states = [False] * self.num_leaves, [owner is None for owner in self.state_owners()]
-        known = [*of_leaves, *of_states, *of_leaves, *[True] * num_norms]
+        shared = {k: True for k, owner in enumerate(self.state_owners()) if owner is None}
+        known = self.inputs({}, shared, norms=[True] * len(self.norms))
         scalars, closed = slicing.without_scalars(flat, known)
         return replace(self, closed=closed, scalars=scalars)
 
@@ -86,27 +85,42 @@ class TracedUpdate:
         """The further inputs, where some norms are known; others have no meaning."""
         if self.scalars is None:
             return []
-        first_norm = 2 * self.num_leaves + self.num_states
-        known = {self.num_leaves + k: x for k, x in shared.items()} | {first_norm + i: x for i, x in enumerate(norms)}
-        inputs = [known.get(i) for i in range(len(self.scalars.in_avals))]
         outputs = range(len(self.scalars.out_avals))
-        return each_rounded(partial(slicing.compute, self.scalars, outputs), inputs)
+        return each_rounded(partial(slicing.compute, self.scalars, outputs), self.inputs({}, shared, norms=norms))
+
+    def inputs(self, known: dict[int, Any], shared: dict[int, Any], *, params=(), norms=(), scalars=()) -> list:
+        """The jaxpr's inputs, those `known` by index, `shared` ones by that of the state's leaf; None if unknown."""
+        first_norm = self.first_param + self.num_leaves
+        first_scalar = first_norm + len(self.norms)
+        known = (
+            {self.num_leaves + k: x for k, x in shared.items()}
+            | dict(enumerate(params, self.first_param))
+            | dict(enumerate(norms, first_norm))
+            | dict(enumerate(scalars, first_scalar))
+            | known
+        )
+        return [known.get(i) for i in range(first_scalar + len(scalars))]
+
+    @property
+    def first_param(self) -> int:
+        """The index of the first parameter among the inputs."""
+        return self.num_leaves + self.num_states
+
+    def indices_of(self, leaf: int) -> list[int]:
+        """Of a parameter's gradient and state among the inputs, and of its update and state among the outputs."""
+        return [i for i, owner in enumerate(self.owners[: self.first_param]) if owner == leaf]
 
     def state_owners(self) -> tuple[int | None, ...]:
         """By leaf of the state, its parameter; None if shared."""
-        return self.owners[self.num_leaves : self.num_leaves + self.num_states]
+        return self.owners[self.num_leaves : self.first_param]
 
     @property
     def update_types(self) -> list:
         return self.closed.out_avals[: self.num_leaves]
 
-    def new_states(self, indices: Sequence[int]) -> list[int]:
-        """The outputs of these leaves."""
-        return [self.num_leaves + k for k in indices]
-
     def state_after(self, state: Any) -> Any:
         """The state's types after the update; shared ones as in `state`."""
-        after = self.closed.out_avals[self.num_leaves : self.num_leaves + self.num_states]
+        after = self.closed.out_avals[self.num_leaves : self.first_param]
         leaves = [
             x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
             for x, new, owner in zip(jax.tree.leaves(state), after, self.state_owners(), strict=True)
@@ -134,12 +148,11 @@ class TracedUpdate:
 
     def may_cut(self, leaf: int) -> bool:
         """Whether a parameter's results can be computed in pieces."""
-        shape = self.closed.in_avals[leaf].shape
-        outputs = [i for i, owner in enumerate(self.owners) if owner == leaf]
-        states = [k for k, owner in enumerate(self.state_owners()) if owner == leaf]
-        if any(self.closed.in_avals[self.num_leaves + k].shape != shape for k in states):
+        shape, indices = self.closed.in_avals[leaf].shape, self.indices_of(leaf)
+        if any(self.closed.in_avals[i].shape != shape for i in indices):
             return False
-        cut = {leaf, self.num_leaves + self.num_states + leaf} | {self.num_leaves + k for k in states}
+        cut = {*indices, self.first_param + leaf}
+        outputs = [i for i, owner in enumerate(self.owners) if owner == leaf]
 
         def one_element(*inputs):
             inputs = [slicing.Piece(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
@@ -188,11 +201,11 @@ def trace_update(
             return tx.update(gradients, state, params)
 
     closed, results = _traced(update, gradients, state, params)
-    found, expected = jax.tree.structure(results), jax.tree.structure((params, state))
-    if found != expected:
+    expected: Any = jax.tree.structure((params, state))
+    if expected != jax.tree.structure(results):
         raise ValueError(
             "sharded_optimizer: tx.update returned updates and a state of other structures than the parameters "
-            f"and the state: {found} instead of {expected}"
+            f"and the state: {jax.tree.structure(results)} instead of {expected}"
         )
     _refuse_collectives(closed.jaxpr)
     closed, norms = _with_norms_apart(closed)
