@@ -1,4 +1,7 @@
-"""The flat layout of a sharded optimizer: one vector of each dtype, divided equally over the ranks."""
+"""The flat layout of a sharded optimizer: one vector of each dtype, divided equally over the ranks.
+
+In stage 3 the parameters are divided as their state is.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import axes_of, check_named
-from jax_ring.options import check_arrays, promoted
-from jax_ring.training.implementations import implementation
+from jax_ring.collectives.axes import AxisName
+from jax_ring.options import path_text
+from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero import wires
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import (
     ShardedOptimizer,
@@ -27,74 +31,134 @@ from jax_ring.training.zero.interface import (
     vary,
 )
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
-from jax_ring.training.zero.vectors import flat, own_part, unflat
+from jax_ring.training.zero.vectors import (
+    Shapes,
+    ShardedParams,
+    flat,
+    has_shards,
+    is_sharded,
+    is_single,
+    map_sharded,
+    own_part,
+    size_of,
+    unflat,
+)
 
 if TYPE_CHECKING:
     import optax
 
 
 def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
-    """The sharded optimizer that updates an equal part of each dtype's vector on every rank."""
-    axis_name = reduction.axis_name
-    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
+    """The sharded optimizer that updates an equal part of each dtype's vector on every rank.
+
+    `tx` gets the parts in a dictionary by dtype, in stage 3 as the shards that they are.
+    """
+    axis_name, is_divided = reduction.axis_name, stage == 3
     separated = fence if reduction.is_tree else lambda tree: tree
 
-    def own_params(params):
-        return own_part(flat(jax.tree.leaves(params), params, reduction.cut(reduction.num_ranks)), axis_name)
+    def shard(params):
+        check_divided_alike(params, axis_name)
+        vectors = flat(jax.tree.leaves(params), params, reduction.cut())
+        return ShardedParams(own_part(vectors, axis_name), Shapes.of(params))
+
+    def gather(shards):
+        return map_sharded(lambda own: gathered(own, reduction), checked_shards(shards, reduction))
+
+    def own_of(params):
+        return checked_shards(params, reduction) if is_divided else shard(params).vectors
+
+    def types_of(params):
+        return _unpadded(params) if is_divided else _unpadded(params).vectors
 
     def init(params):
-        check_named("sharded_optimizer", axes_of(axis_name))
-        return vary(tx.init(own_params(params)), axis_name)
+        return vary(tx.init(own_of(params)), axis_name)
+
+    def means_of(gradients, params):
+        """The rank's part of the means, of dtype float0 where there are no gradients."""
+        if not is_divided:
+            return LocalGradients.of(gradients, params, reduction).parts(params, stage=stage)
+        if has_shards(gradients):
+            check_same_tree("gradients", gradients, params, likes="shards")
+            return gradients
+        if is_single(params):
+            return ShardedParams(LocalGradients.of(gradients, params.like, reduction).parts(params.like), params.shapes)
+        raise ValueError(
+            "sharded_optimizer: the shards are several ShardedParams, in a tree or stacked, so the gradients have "
+            "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
+            "ShardedParams of all parameters."
+        )
 
     def update(gradients, state, params):
-        check_divided_alike(params, axis_name)
-        local = LocalGradients.of(gradients, params, reduction)
-        own = own_params(params)
+        own = own_of(params)
         check_state(tx, state, own)
-        multiple = reduction.cut(reduction.num_ranks)
-        if stage == 1:
-            # Use the dtypes of the vectors, so that the sums have the bits of stage 2.
-            dtypes = {
-                name: promoted(*(local.types[i].dtype for i in places)) for name, places in by_dtype(params).items()
-            }
-            synced = local.synced([dtypes[np.dtype(jnp.result_type(x)).name] for x in jax.tree.leaves(params)])
-            means = own_part(flat(synced, params, multiple), axis_name)
-        else:
-            means = local.scattered(params, multiple)
-        # On one rank no collective keeps the compiler from fusing the update with the code around it.
+        means = means_of(gradients, params)
+        lacking = jax.tree.map(is_float0, means)
+        means = jax.tree.map(lambda x, own: jnp.zeros_like(own) if is_float0(x) else x, means, own)
+        # On one rank no collective keeps the compiler from fusing the update with the code before it. In stage 3
+        # nothing ever keeps it from fusing apply_updates.
         means, own = separated((means, own))
         with order_given(reduction.order):
             updates, state = separated(tx.update(means, state, own))
-        updates = unflat(run.all_gather(updates, axis_name), params)
         # Parameters without a gradient keep their value.
-        updates = jax.tree.map(
-            lambda x, like, has: x if has else jnp.zeros_like(like),
-            updates, params, jax.tree.unflatten(jax.tree.structure(params), local.has_gradient),
-        )  # fmt: skip
+        updates = jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, updates, own, lacking)
+        if not is_divided:
+            updates = unflat(reduction.collectives.all_gather(updates, axis_name), params)
         return updates, vary(state, axis_name)
 
     def specs(params):
-        return jax.tree.map(lambda x: PartitionSpec(axis_name) if x.ndim else PartitionSpec(), _whole(tx, params))
+        return _specs(jax.eval_shape(tx.init, types_of(params)), axis_name)
+
+    def param_specs(params):
+        return _specs(_unpadded(params), axis_name)
 
     def repartition(state, params, num_ranks):
-        check_arrays("sharded_optimizer", "the parameters", params)
-        return repartitioned(state, _whole(tx, params), reduction.cut(check_num_ranks(num_ranks)))
+        multiple, like = reduction.cut(check_num_ranks(num_ranks)), types_of(params)
+        of_state = jax.eval_shape(tx.init, like)
+        if is_divided:
+            return repartitioned((state, params), (of_state, like), multiple)
+        return repartitioned(state, of_state, multiple)
 
     def unsharded(state, params):
-        names = by_dtype(params).keys()
-
-        def is_vectors(x):
-            return isinstance(x, dict) and x.keys() == names
-
         whole = repartition(state, params, 1)
-        return jax.tree.map(lambda x: unflat(x, params) if is_vectors(x) else x, whole, is_leaf=is_vectors)
+        whole = whole[0] if is_divided else whole
+        of_shards = jax.eval_shape(tx.init, _unpadded(params))
+        return map_sharded(
+            ShardedParams.whole, jax.tree.unflatten(jax.tree.structure(of_shards), jax.tree.leaves(whole))
+        )
 
-    return ShardedOptimizer(init, update, specs, repartition, unsharded)
+    optimizer = ShardedOptimizer(init, update, specs, repartition, unsharded)
+    return optimizer._replace(shard=shard, gather=gather, param_specs=param_specs) if is_divided else optimizer
 
 
-def _whole(tx: Any, params: Any) -> Any:
-    """Shapes and dtypes of the state for a single rank."""
-    return jax.eval_shape(lambda params: tx.init(flat(jax.tree.leaves(params), params, 1)), params)
+def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
+    """The whole parameters, on every rank."""
+    params = unflat(whole_vectors(shards, reduction), shards.like)
+    return fence(params) if reduction.is_tree else params
+
+
+def whole_vectors(shards: ShardedParams, reduction: Reduction) -> dict[str, jax.Array]:
+    """The vectors of the whole parameters, on every rank."""
+    return wires.gathered(shards.vectors, reduction)
+
+
+def checked_shards(tree: Any, reduction: Reduction) -> Any:
+    """The argument. Raises ValueError unless it is a `ShardedParams` or a tree of such, divided as `reduction` says."""
+    cut, ranks = reduction.cut(), reduction.num_ranks
+    for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
+        if not is_sharded(shards):
+            raise ValueError(
+                f"sharded_optimizer: with stage=3 parameters are shards, a ShardedParams or a tree of such; that at "
+                f"{path_text(path)} is of type {type(shards).__name__}. Make shards of parameters by "
+                "optimizer.shard(params), once, under shard_map, and keep them instead."
+            )
+        for name, places in by_dtype(shards.like).items():
+            size = -(-size_of(shards.like, places) // cut) * cut // ranks
+            if (own := jnp.shape(shards.vectors[name])[-1]) != size:
+                raise ValueError(
+                    f"sharded_optimizer: a rank's shards have {size} elements of {name} here, and these have {own}. "
+                    "Shards of another number of ranks, num_shards or order have to pass through `repartition` first."
+                )
+    return tree
 
 
 def check_state(tx: Any, state: Any, own: Any) -> None:
@@ -120,3 +184,22 @@ def repartitioned(state: Any, like: Any, multiple: int) -> Any:
 
     check_same_structure("state", state, like, likes="state that init makes here")
     return jax.tree_util.tree_map_with_path(cut_and_fill, like, on_all_devices(state))
+
+
+def _specs(types: Any, axis_name: AxisName) -> Any:
+    """PartitionSpecs of vectors, which may be stacked, and of scalars."""
+    return jax.tree.map(
+        lambda x: PartitionSpec(*[None] * (x.ndim - 1), axis_name) if x.ndim else PartitionSpec(), types
+    )
+
+
+def _unpadded(params: Any) -> Any:
+    """The types of shards for a single rank, without zeros at their end, from parameters or from shards."""
+
+    def types(shapes, leading=()):
+        sizes = {name: (*leading, size_of(shapes.params, places)) for name, places in by_dtype(shapes.params).items()}
+        return ShardedParams({name: jax.ShapeDtypeStruct(s, np.dtype(name)) for name, s in sizes.items()}, shapes)
+
+    if not has_shards(params):
+        return types(Shapes.of(params))
+    return map_sharded(lambda x: types(x.shapes, next((jnp.shape(v)[:-1] for v in x.vectors.values()), ())), params)

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.collectives import ring_psum_scatter
-from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, num_ranks
+from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, bucketed, check_arrays, promoted
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.options import Order, bucketed, promoted
+from jax_ring.training import sync
+from jax_ring.training.implementations import Impl, Implementation, implementation
 from jax_ring.training.parameters import is_float0
-from jax_ring.training.sync import check_local, sync_gradients
+from jax_ring.training.sync import check_local
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.block_sums import BLOCK
-from jax_ring.training.zero.interface import by_dtype, check_same_tree
-from jax_ring.training.zero.vectors import flat
+from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree
+from jax_ring.training.zero.vectors import flat, own_part
 
 
 class Reduction(NamedTuple):
@@ -42,11 +43,20 @@ class Reduction(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks, where the axes are bound."""
+        """The number of ranks. Raises NameError unless the axes are bound."""
+        check_named("sharded_optimizer", axes_of(self.axis_name))
         return num_ranks(axes_of(self.axis_name))
 
-    def cut(self, num_ranks: int) -> int:
-        """Of what number of elements the size of a flat vector is a multiple. Raises if V ranks cannot be so many."""
+    @property
+    def collectives(self) -> Implementation:
+        return implementation("sharded_optimizer", self.impl, self.overlap)
+
+    def cut(self, num_ranks: int | None = None) -> int:
+        """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
+
+        Raises ValueError if V ranks cannot be so many.
+        """
+        num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if self.num_shards is not None:
             num_ranks = check_divisible("sharded_optimizer", self.num_shards, num_ranks)
         return num_ranks * BLOCK if self.is_tree else num_ranks
@@ -54,7 +64,7 @@ class Reduction(NamedTuple):
     def sums_of_parts(self, vectors: Any) -> Any:
         """This rank's part of the sums of vectors over the ranks."""
         if self.impl == "lax":
-            return implementation("sharded_optimizer", self.impl, self.overlap).psum_scatter(vectors, self.axis_name)
+            return self.collectives.psum_scatter(vectors, self.axis_name)
         with bucketed(self.overlap):
             return ring_psum_scatter(vectors, self.axis_name, tiled=True, order=self.order)
 
@@ -94,7 +104,7 @@ class LocalGradients(NamedTuple):
                     "which also divides the state such that its bits do not depend on the number of ranks."
                 )
             num_shards, tree = gradients.num_shards, gradients.terms
-        check_arrays("sharded_optimizer", "the gradients", tree)
+        check_local("sharded_optimizer", tree, reduction.axis_name)
         leaves = jax.tree.leaves(tree)
         has_gradient = [not is_float0(x) for x in leaves]
         dtypes = [jnp.result_type(x) for x in leaves] if num_shards is None else gradients.dtypes
@@ -104,9 +114,7 @@ class LocalGradients(NamedTuple):
         ]
         structure = jax.tree.structure(tree)
         check_same_tree("gradients", jax.tree.unflatten(structure, types), params)
-        present = [leaf if has else None for leaf, has in zip(leaves, has_gradient, strict=True)]
-        check_local("sharded_optimizer", jax.tree.unflatten(structure, present), reduction.axis_name)
-        terms = [len(x) for x in present if x is not None and num_shards is not None][:1]
+        terms = [len(x) for x in leaves if num_shards is not None and not is_float0(x)][:1]
         for i, like in enumerate(jax.tree.leaves(params)):
             if not has_gradient[i]:
                 types[i] = jax.ShapeDtypeStruct(jnp.shape(like), jnp.result_type(like))
@@ -125,21 +133,33 @@ class LocalGradients(NamedTuple):
             for x in self.types
         ]
 
-    def packed(self, pack: Callable[[list[jax.Array]], dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        """The vectors that `pack` makes of leaves; with a first dimension for terms if the leaves have one."""
-        return pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
-
-    def scattered_sums(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """This rank's part of the sums over the ranks of `packed` vectors, in their dtypes."""
+    def scattered_sums(self, pack: Callable[[list[jax.Array]], dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """This rank's part of the sums over the ranks of the vectors that `pack` makes of leaves, in their dtypes."""
+        # Leaves of a ShardSums have a first dimension for terms.
+        vectors = pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
         if self.reduction.wire != UNCHANGED:
             return wires.scattered(vectors, self.reduction)
         return self.reduction.sums_of_parts(self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors)))
 
-    def scattered(self, params: Any, multiple: int, *, mean: bool = True) -> dict[str, jax.Array]:
-        """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters."""
-        dtypes = {name: promoted(*(self.types[i].dtype for i in places)) for name, places in by_dtype(params).items()}
-        sums = self.scattered_sums(self.packed(lambda leaves: flat(leaves, params, multiple)))
-        return jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
+    def parts(self, params: Any, *, stage: Stage = 2, mean: bool = True) -> dict[str, Any]:
+        """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters.
+
+        Of dtype float0 where no parameter of a dtype has a gradient.
+        """
+        multiple, by_name = self.reduction.cut(), by_dtype(params)
+        dtypes = {name: promoted(*(self.types[i].dtype for i in places)) for name, places in by_name.items()}
+        if stage == 1:
+            # Use the dtypes of the vectors, so that the sums have the bits of stage 2.
+            of_leaves = {i: dtypes[name] for name, places in by_name.items() for i in places}
+            synced = self.synced([of_leaves[i] for i in range(len(self.leaves))])
+            parts: dict[str, Any] = own_part(flat(synced, params, multiple), self.reduction.axis_name)
+        else:
+            sums = self.scattered_sums(lambda leaves: flat(leaves, params, multiple))
+            parts = jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
+        for name, places in by_name.items():
+            if not any(self.has_gradient[i] for i in places):
+                parts[name] = np.zeros(parts[name].shape, jax.dtypes.float0)
+        return parts
 
     def synced(self, dtypes: list) -> list[jax.Array]:
         """The means over all ranks, each summed in one of these dtypes."""
@@ -147,8 +167,8 @@ class LocalGradients(NamedTuple):
         if self.num_shards is None:
             leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         axis_name, impl, order, overlap, _, wire, _ = self.reduction
-        sent = "int8" if isinstance(wire, Int8Wire) else wire.dtype
-        return sync_gradients(self._sums(leaves, dtypes), axis_name, impl=impl, overlap=overlap, order=order, wire=sent)
+        reduction = sync.Reduction("sharded_optimizer", impl, order, wire, overlap=overlap)
+        return reduction.synced(self._sums(leaves, dtypes), axis_name, mean=True).tree
 
     def mean(self, total: jax.Array, dtype: Any) -> jax.Array:
         """A sum over all ranks, divided by the number of ranks or shards, and then rounded."""

@@ -15,7 +15,6 @@ from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
-from jax_ring.training.zero.divided import divided_layout
 from jax_ring.training.zero.flat import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
 from jax_ring.training.zero.local_gradients import Reduction
@@ -119,14 +118,11 @@ def sharded_optimizer(
     reduction = Reduction(axis_name, impl, order, overlap, num_shards, *wires)
     if layout == "parameter":
         sharded = parameter_layout(tx, stage=stage, reduction=reduction)
-        return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
-
-    check = ElementwiseCheck(tx, axis_name, order)
-    check.check_outside()
-    tx = rounded(tx) if reduction.is_tree else tx
-    if stage == 3:
-        return check.checked(divided_layout(tx, reduction=reduction))
-    sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
+    else:
+        check = ElementwiseCheck(tx, axis_name, order)
+        check.check_outside()
+        tx = rounded(tx) if reduction.is_tree else tx
+        sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
 

@@ -19,8 +19,8 @@ from jax_ring.training.parameters import is_float0, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.wire import wire_of
-from jax_ring.training.zero.divided import checked_shards, gathered, scattered, whole_vectors
-from jax_ring.training.zero.local_gradients import Reduction
+from jax_ring.training.zero.flat import checked_shards, gathered, whole_vectors
+from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
 
@@ -231,7 +231,8 @@ def _backward(
     of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
     dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
     sums = ShardSums(with_float0(_fenced(sums.terms, following), shards.like), where.total, dtypes)
-    return scattered(sums, shards, where.reduction, mean=False), with_float0(of_inputs, inputs)
+    parts = LocalGradients.of(sums, shards.like, where.reduction).parts(shards.like, mean=False)
+    return ShardedParams(parts, shards.shapes), with_float0(of_inputs, inputs)
 
 
 def _fenced(tree: Any, after: Any) -> Any:

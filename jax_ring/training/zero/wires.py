@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.wire import UNCHANGED, Int8Wire
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 def gathered(vectors: dict[str, jax.Array], reduction: Reduction) -> dict[str, jax.Array]:
     """The parts of all ranks, one after the other along the last dimension, as `param_wire` brings them."""
-    wire, axis_name = reduction.param_wire, reduction.axis_name
-    gather = implementation("sharded_optimizer", reduction.impl, reduction.overlap).all_gather
+    wire, axis_name, gather = reduction.param_wire, reduction.axis_name, reduction.collectives.all_gather
 
     def floats(x):
         sent = x if isinstance(wire, Int8Wire) else wire.sent(x, 1)
@@ -44,11 +42,10 @@ def gathered(vectors: dict[str, jax.Array], reduction: Reduction) -> dict[str, j
 def scattered(vectors: dict[str, jax.Array], reduction: Reduction) -> dict[str, jax.Array]:
     """This rank's part of the sums of vectors over the ranks, rounded to `wire`; in the vectors' dtypes."""
     wire, count = reduction.wire, reduction.num_ranks
-    run = implementation("sharded_optimizer", reduction.impl, reduction.overlap)
 
     def in_blocks(x):
         packets = int8.encode(_in_blocks(x.reshape(count, -1)))
-        total = int8.fold(run.all_to_all(packets, reduction.axis_name, 0, 0))
+        total = int8.fold(reduction.collectives.all_to_all(packets, reduction.axis_name, 0, 0))
         return total.reshape(-1)[: x.size // count].astype(x.dtype)
 
     chosen = {name: in_blocks(x) for name, x in vectors.items() if _takes(wire, x)}

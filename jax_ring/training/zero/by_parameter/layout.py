@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_ring.collectives.axes import AxisName, axes_of, check_named
+from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.analysis import slicing
@@ -85,7 +84,6 @@ class _Layout:
 
     def checked(self, shards: Any) -> dict[str, Any]:
         """The rank's vectors. Raises ValueError unless they are divided as here."""
-        check_named("sharded_optimizer", axes_of(self.axis_name))
         check_shards(shards)
         division: Any = self.plan(shards.division.shapes, self.reduction.num_ranks).division
         sizes = division.blocks(self.reduction.num_ranks).sizes
@@ -99,7 +97,6 @@ class _Layout:
         return {name: x[0] for name, x in shards.own.items()}
 
     def shard(self, params):
-        check_named("sharded_optimizer", axes_of(self.axis_name))
         check_undivided(params, self.axis_name)
         plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
         blocks, leaves = plan.division.blocks(self.reduction.num_ranks), jax.tree.leaves(params)
@@ -112,7 +109,6 @@ class _Layout:
 
     def init(self, params):
         params = self.gather(params) if self.divided else params
-        check_named("sharded_optimizer", axes_of(self.axis_name))
         plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
         leaves, closed = jax.tree.leaves(params), jax.make_jaxpr(self.tx.init)(params)
 
@@ -156,8 +152,7 @@ class _Layout:
         if self.divided:
             updates = ParameterShards({name: x[None] for name, x in updates.items()}, plan.division)
         else:
-            run = implementation("sharded_optimizer", self.reduction.impl, self.reduction.overlap)
-            whole = blocks.unpack_all(run.all_gather(updates, self.axis_name))
+            whole = blocks.unpack_all(self.reduction.collectives.all_gather(updates, self.axis_name))
             updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
         shared = self.separated(common.compute_shared([traced.num_leaves + k for k in plan.shared]))
         return updates, plan.pack_state(shared, own)
@@ -179,7 +174,7 @@ class _Layout:
             means = [own_copy(jnp.reshape(x, -1), self.axis_name) for x in synced]
             return lambda rank: [means[leaf][start:stop] for leaf, start, stop in plan.pieces[rank]]
         blocks = Blocks(local.sent_types, plan.pieces)
-        sums = local.scattered_sums(local.packed(blocks.pack_all))
+        sums = local.scattered_sums(blocks.pack_all)
         return lambda rank: [
             local.mean(x, local.types[piece.leaf].dtype)
             for x, piece in zip(blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
