@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ring.collectives import ring_all_gather
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.block_sums import BLOCK, block_sums, sum_of_blocks, up_to_blocks
+from jax_ring.training.zero.by_parameter.plan import Blocks, Piece
 from jax_ring.training.zero.by_parameter.state import Plan
 from jax_ring.training.zero.by_parameter.traced_update import NormRequest, TracedUpdate
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.clip import sum_of_squares, sum_over_ranks
-
-
-class Summand(NamedTuple):
-    """Elements of an output whose squares are added.
-
-    Attributes:
-      output: its index.
-      start: the first element.
-      size: their number.
-      dtype: its name.
-    """
-
-    output: int
-    start: int
-    size: int
-    dtype: str
-
-    @property
-    def size_in_blocks(self) -> int:
-        return up_to_blocks(self.size)
 
 
 def norm_over_ranks(
@@ -61,8 +40,7 @@ def norm_over_ranks(
         return parts
 
     if request.order == "tree":
-        ranks = [_summands(request, traced, plan, rank) for rank in range(len(plan.pieces))]
-        return jnp.sqrt(_sum_in_blocks(ranks, values_of, plan, axis_name, request.dtype))
+        return jnp.sqrt(_sum_in_blocks(_summands(request, traced, plan), values_of, plan, axis_name, request.dtype))
 
     def squares(rank):
         return sum_of_squares([jnp.zeros((), request.dtype), *values_of(rank)])
@@ -76,56 +54,40 @@ def _outputs(request: NormRequest, traced: TracedUpdate, owner: int | None) -> l
     return [i for i in request.leaves if traced.owners[i] == owner]
 
 
-def _summands(request: NormRequest, traced: TracedUpdate, plan: Plan, rank: int) -> list[Summand]:
-    """What a rank adds, in order."""
-    found = []
-    for piece in plan.pieces[rank]:
-        is_cut = piece.stop - piece.start < traced.closed.in_avals[piece.leaf].size
-        for i in _outputs(request, traced, piece.leaf):
-            aval = traced.closed.out_avals[i]
-            start, size = (piece.start, piece.stop - piece.start) if is_cut else (0, aval.size)
-            found.append(Summand(i, start, size, np.dtype(aval.dtype).name))
-    if rank == 0:
-        avals = [(i, traced.closed.out_avals[i]) for i in _outputs(request, traced, None)]
-        found += [Summand(i, 0, aval.size, np.dtype(aval.dtype).name) for i, aval in avals]
-    return found
+def _summands(request: NormRequest, traced: TracedUpdate, plan: Plan) -> Blocks:
+    """What each rank adds, in order: elements of outputs, filled up to whole blocks."""
+    outputs = traced.closed.out_avals
+
+    def of_piece(leaf, start, stop):
+        is_cut = stop - start < traced.closed.in_avals[leaf].size
+        for i in _outputs(request, traced, leaf):
+            yield Piece(i, start, start + up_to_blocks(stop - start)) if is_cut else whole(i)
+
+    def whole(i):
+        return Piece(i, 0, up_to_blocks(outputs[i].size))
+
+    ranks = [[summand for piece in pieces for summand in of_piece(*piece)] for pieces in plan.pieces]
+    ranks[0] += map(whole, _outputs(request, traced, None))
+    return Blocks(outputs, ranks)
 
 
 def _sum_in_blocks(
-    ranks: Sequence[Sequence[Summand]], values_of: Callable[[int], list], plan: Plan, axis_name: AxisName, dtype: Any
+    summands: Blocks, values_of: Callable[[int], list], plan: Plan, axis_name: AxisName, dtype: Any
 ) -> jax.Array:
     """The sum of all summands' squares: by dtype, along the tree of all outputs' blocks."""
-    names = sorted({x.dtype for own in ranks for x in own if x.size})
-    used = {name: [sum(x.size_in_blocks for x in own if x.dtype == name) for own in ranks] for name in names}
 
-    def blocks(rank):
-        parts: dict[str, list] = defaultdict(list)
-        for summand, value in zip(ranks[rank], values_of(rank), strict=True):
-            parts[summand.dtype].append(jnp.pad(jnp.ravel(value), (0, summand.size_in_blocks - summand.size)))
-        return {
-            name: jnp.concatenate([*parts[name], jnp.zeros(max(used[name]) - used[name][rank], np.dtype(name))])
-            for name in names
-        }
+    def filled(rank):
+        return summands.pack(rank, [jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)) for x in values_of(rank)])
 
-    total = jnp.zeros((), dtype)
-    if not names:
-        return total
-    own = {name: each_rounded(block_sums, x) for name, x in on_each_rank(blocks, plan, axis_name).items()}
+    own = {name: each_rounded(block_sums, x) for name, x in on_each_rank(filled, plan, axis_name).items() if x.size}
     everyones = fence(ring_all_gather(own, axis_name, tiled=True, to="invarying"))
-    for name in names:
-        places = _places(ranks, name, max(used[name]) // BLOCK)
-        total = total + sum_of_blocks(everyones[name][places])
+    # The same pieces in units of blocks, to put the sums in the order of the outputs.
+    ranks = [
+        [Piece(i, start // BLOCK, stop // BLOCK) for i, start, stop in pieces if stop] for pieces in summands.ranks
+    ]
+    types = [jax.ShapeDtypeStruct((up_to_blocks(x.size) // BLOCK,), x.dtype) for x in summands.arrays]
+    found = Blocks(types, ranks).unpack_all(everyones)
+    total = jnp.zeros((), dtype)
+    for name in everyones:
+        total = total + sum_of_blocks(jnp.concatenate([found[i] for i in sorted(found) if types[i].dtype.name == name]))
     return total
-
-
-def _places(ranks: Sequence[Sequence[Summand]], name: str, num_blocks: int) -> np.ndarray:
-    """Where a dtype's blocks are, in order, among `num_blocks` of each rank."""
-    places = []
-    for rank, own in enumerate(ranks):
-        first = rank * num_blocks
-        for summand in own:
-            if summand.dtype == name:
-                count = summand.size_in_blocks // BLOCK
-                places += [(summand.output, summand.start // BLOCK + i, first + i) for i in range(count)]
-                first += count
-    return np.array([place for *_, place in sorted(places)], np.int32)
