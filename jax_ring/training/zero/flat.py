@@ -5,6 +5,7 @@ In stage 3 the parameters are divided as their state is.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,7 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.options import path_text
 from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import (
@@ -55,6 +57,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
     """
     axis_name, is_divided = reduction.axis_name, stage == 3
     separated = fence if reduction.is_tree else lambda tree: tree
+    updated = partial(each_rounded, tx.update) if reduction.is_tree else tx.update
 
     def shard(params):
         check_divided_alike(params, axis_name)
@@ -98,7 +101,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         # nothing ever keeps it from fusing apply_updates.
         means, own = separated((means, own))
         with order_given(reduction.order):
-            updates, state = separated(tx.update(means, state, own))
+            updates, state = separated(updated(means, state, own))
         # Parameters without a gradient keep their value.
         updates = jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, updates, own, lacking)
         if not is_divided:
@@ -132,13 +135,8 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
 
 def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
     """The whole parameters, on every rank."""
-    params = unflat(whole_vectors(shards, reduction), shards.like)
+    params = unflat(wires.gathered(shards.vectors, reduction), shards.like)
     return fence(params) if reduction.is_tree else params
-
-
-def whole_vectors(shards: ShardedParams, reduction: Reduction) -> dict[str, jax.Array]:
-    """The vectors of the whole parameters, on every rank."""
-    return wires.gathered(shards.vectors, reduction)
 
 
 def checked_shards(tree: Any, reduction: Reduction) -> Any:

@@ -18,7 +18,6 @@ from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.flat import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
 from jax_ring.training.zero.local_gradients import Reduction
-from jax_ring.training.zero.replicated import rounded
 
 if TYPE_CHECKING:
     import optax
@@ -121,7 +120,6 @@ def sharded_optimizer(
     else:
         check = ElementwiseCheck(tx, axis_name, order)
         check.check_outside()
-        tx = rounded(tx) if reduction.is_tree else tx
         sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 

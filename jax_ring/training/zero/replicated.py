@@ -46,10 +46,3 @@ def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTran
             return each_rounded(tx.update, updates, state, params)
 
     return optax.GradientTransformation(tx.init, update)
-
-
-def rounded(tx: Any) -> Any:
-    """`tx`, whose update is rounded operation by operation."""
-    import optax
-
-    return optax.GradientTransformation(tx.init, lambda *trees: each_rounded(tx.update, *trees))

@@ -19,7 +19,8 @@ from jax_ring.training.parameters import is_float0, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.wire import wire_of
-from jax_ring.training.zero.flat import checked_shards, gathered, whole_vectors
+from jax_ring.training.zero import wires
+from jax_ring.training.zero.flat import checked_shards, gathered
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
@@ -134,12 +135,12 @@ class _Shards(Parts):
         def step(both, numbered):
             vectors, carry = both
             following, x = numbered
-            following = whole_vectors(of_layer(following), self.reduction)  # does not depend on results of `f`
+            following = wires.gathered(of_layer(following).vectors, self.reduction)  # does not depend on results of `f`
             carry, y = f(fence(unflat(vectors, shards.like)), carry, x, following)
             return (following, carry), y
 
         following = np.append(order[1:], order[-1]).astype(np.int32)[:: -1 if reverse else 1]
-        first = whole_vectors(_fenced(of_layer(order[0]), carry), self.reduction)
+        first = wires.gathered(_fenced(of_layer(order[0]), carry).vectors, self.reduction)
         (_, carry), ys = lax.scan(step, (first, carry), (following, given), reverse=reverse)
         return carry, ys
 
