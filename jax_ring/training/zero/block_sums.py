@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_ring.options import promoted
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.zero.interface import padded
 
 # Elements in a block. With order="tree" a rank's part of an array begins and ends between blocks.
 BLOCK = 1024
@@ -28,8 +29,7 @@ def block_sums(x: jax.Array) -> jax.Array:
     Returns:
       A vector, of the dtype of the absolute values and at least float32.
     """
-    flat = jnp.ravel(x)
-    flat = jnp.pad(flat, (0, up_to_blocks(flat.size) - flat.size))
+    flat = padded(jnp.ravel(x), BLOCK)
     wide = jnp.abs(flat) if jnp.iscomplexobj(flat) else flat
     sums = wide.astype(promoted(wide.dtype, jnp.float32))
     for i, factor in enumerate(_FACTORS):

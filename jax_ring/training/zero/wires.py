@@ -15,6 +15,7 @@ from jax_ring.collectives import int8_blocks as int8
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.wire import UNCHANGED, Int8Wire
+from jax_ring.training.zero.interface import padded
 
 if TYPE_CHECKING:
     from jax_ring.training.zero.local_gradients import Reduction
@@ -62,5 +63,4 @@ def _takes(wire: Any, x: jax.Array) -> bool:
 
 def _in_blocks(x: jax.Array) -> jax.Array:
     """float32[..., blocks, 256], from the last dimension."""
-    padding = [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % int8.BLOCK)]
-    return jnp.pad(x.astype(jnp.float32), padding).reshape(*x.shape[:-1], -1, int8.BLOCK)
+    return padded(x.astype(jnp.float32), int8.BLOCK).reshape(*x.shape[:-1], -1, int8.BLOCK)

@@ -18,6 +18,7 @@ from jax_ring.training.zero.by_parameter.state import Plan
 from jax_ring.training.zero.by_parameter.traced_update import NormRequest, TracedUpdate
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.clip import sum_of_squares, sum_over_ranks
+from jax_ring.training.zero.interface import padded
 
 
 def norm_over_ranks(
@@ -77,7 +78,7 @@ def _sum_in_blocks(
     """The sum of all summands' squares: by dtype, along the tree of all outputs' blocks."""
 
     def filled(rank):
-        return summands.pack(rank, [jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)) for x in values_of(rank)])
+        return summands.pack(rank, [padded(jnp.ravel(x), BLOCK) for x in values_of(rank)])
 
     own = {name: each_rounded(block_sums, x) for name, x in on_each_rank(filled, plan, axis_name).items() if x.size}
     everyones = fence(ring_all_gather(own, axis_name, tiled=True, to="invarying"))
