@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
@@ -32,19 +31,16 @@ class Traced(NamedTuple):
     def of(cls, tx: Any, params: Any, axis_sizes: dict[Any, int]) -> Traced:
         """Traces where these axes are bound, without a mesh. UnexpectedTracerError if it holds a tracer."""
         env = list(axis_sizes.items())
-        with ExitStack() as stack:
-            for context in (
-                *(_compat.without_vma(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))),
-                # Lift the program's settings here. If they forbid an operation of the optimizer, its own update raises
-                # the error.
-                *(
-                    jax.numpy_rank_promotion("allow"),
-                    jax.numpy_dtype_promotion("standard"),
-                    jax.transfer_guard("allow"),
-                ),
-                norm_given_by(as_equation),
-            ):
-                stack.enter_context(context)
+        with (
+            _compat.without_vma(),
+            jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+            # Lift the program's settings here. If they forbid an operation of the optimizer, its own update raises the
+            # error.
+            jax.numpy_rank_promotion("allow"),
+            jax.numpy_dtype_promotion("standard"),
+            jax.transfer_guard("allow"),
+            norm_given_by(as_equation),
+        ):
             init, state = jax.make_jaxpr(tx.init, axis_env=env, return_shape=True)(params)
             update, results = jax.make_jaxpr(tx.update, axis_env=env, return_shape=True)(params, state, params)
         found, expected = (str(jax.tree.structure(tree)) for tree in (results, (params, state)))
