@@ -126,13 +126,6 @@ class LocalGradients(NamedTuple):
         """Shapes of the sums, and the dtypes of the leaves: those of partial sums can be wider."""
         return [jax.ShapeDtypeStruct(x.shape, leaf.dtype) for x, leaf in zip(self.types, self.leaves, strict=True)]
 
-    def varying_types(self) -> list:
-        """The types of the sums, as values that vary over the ranks."""
-        return [
-            jax.eval_shape(lambda x=x: own_copy(jnp.zeros(x.shape, x.dtype), self.reduction.axis_name))
-            for x in self.types
-        ]
-
     def scattered_sums(self, pack: Callable[[list[jax.Array]], dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """This rank's part of the sums over the ranks of the vectors that `pack` makes of leaves, in their dtypes."""
         # Leaves of a ShardSums have a first dimension for terms.

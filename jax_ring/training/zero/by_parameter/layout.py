@@ -71,7 +71,9 @@ class _Layout:
         """Whether a rank has only the parameters that it owns."""
         return self.stage == 3
 
-    def plan(self, shapes: Shapes, num_ranks: int) -> Plan:
+    def plan(self, params: Any, num_ranks: int) -> Plan:
+        """That for parameters, or for shards of them."""
+        shapes = params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)
         if (key := (shapes, num_ranks)) not in self.plans:
             block = BLOCK if self.reduction.is_tree else 1
             with order_given(self.reduction.order):
@@ -85,7 +87,7 @@ class _Layout:
     def checked(self, shards: Any) -> dict[str, Any]:
         """The rank's vectors. Raises ValueError unless they are divided as here."""
         check_shards(shards)
-        division: Any = self.plan(shards.division.shapes, self.reduction.num_ranks).division
+        division: Any = self.plan(shards, self.reduction.num_ranks).division
         sizes = division.blocks(self.reduction.num_ranks).sizes
         expected, found = {name: (1, size) for name, size in sizes.items()}, jax.tree.map(jnp.shape, shards.own)
         if shards.division != division or found != expected:
@@ -98,7 +100,7 @@ class _Layout:
 
     def shard(self, params):
         check_undivided(params, self.axis_name)
-        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
+        plan = self.plan(params, self.reduction.num_ranks)
         blocks, leaves = plan.division.blocks(self.reduction.num_ranks), jax.tree.leaves(params)
         own = on_each_rank(lambda rank: blocks.pack_whole(rank, leaves), plan, self.axis_name)
         return ParameterShards({name: x[None] for name, x in own.items()}, plan.division)
@@ -109,7 +111,7 @@ class _Layout:
 
     def init(self, params):
         params = self.gather(params) if self.divided else params
-        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
+        plan = self.plan(params, self.reduction.num_ranks)
         leaves, closed = jax.tree.leaves(params), jax.make_jaxpr(self.tx.init)(params)
 
         def on_rank(rank):
@@ -128,7 +130,7 @@ class _Layout:
         else:
             check_undivided(params, self.axis_name)
         local = LocalGradients.of(gradients, params, self.reduction)
-        plan = self.plan(Shapes.of(params), self.reduction.num_ranks)
+        plan = self.plan(params, self.reduction.num_ranks)
         shared, own = plan.unpack_state(state)
         traced = self.traced(local, plan, shared, params)
         gradients_of = self.reduced(local, plan)
@@ -159,11 +161,12 @@ class _Layout:
 
     def traced(self, local: LocalGradients, plan: Plan, shared: dict[int, Any], params: Any) -> TracedUpdate:
         """`tx.update` for these gradients. Raises unless it keeps the plan's state."""
+        gradients = [varying_type(x, self.axis_name) for x in local.types]
+        gradients = jax.tree.unflatten(jax.tree.structure(params), gradients)
         of_params = jax.tree.map(lambda x: varying_type(x, self.axis_name), params) if self.divided else params
-        gradients = jax.tree.unflatten(jax.tree.structure(params), local.varying_types())
         of_state = plan.types(self.axis_name, shared)
         with order_given(self.reduction.order):
-            traced = trace_update(self.tx, gradients, of_state, of_params, self.axis_name, self.divided)
+            traced = trace_update(self.tx, gradients, of_state, of_params, self.axis_name)
         traced.check_state(plan.owners, params, local.has_gradient)
         return traced.with_scalars_apart() if self.reduction.is_tree else traced
 
@@ -194,24 +197,24 @@ class _Layout:
         return replace(common, scalars=self.separated(scalars))
 
     def param_specs(self, params):
-        division = self.plan(_shapes_of(params), 1).division
+        division = self.plan(params, 1).division
         return ParameterShards({name: PartitionSpec(self.axis_name) for name in division.blocks(1).sizes}, division)
 
     def specs(self, params):
-        plan = self.plan(_shapes_of(params), 1)
+        plan = self.plan(params, 1)
         empty = plan.pack_state([PartitionSpec()] * len(plan.shared), {})
         return empty._replace(own={name: PartitionSpec(self.axis_name) for name in plan.state.sizes})
 
     def whole_arrays(self, state, params):
         """The state's leaves that belong to parameters, by index."""
         num_ranks = len(next(iter(state.own.values()))) if isinstance(state, ParameterState) and state.own else 1
-        plan = self.plan(_shapes_of(params), num_ranks)
+        plan = self.plan(params, num_ranks)
         plan.check(state, num_ranks)
         return plan.state.unpack_all({name: jnp.reshape(x, -1) for name, x in on_all_devices(state.own).items()})
 
     def repartition(self, state, params, num_ranks):
         num_ranks = check_num_ranks(num_ranks)
-        whole, plan = self.whole_arrays(state, params), self.plan(_shapes_of(params), num_ranks)
+        whole, plan = self.whole_arrays(state, params), self.plan(params, num_ranks)
 
         def packed(blocks, arrays):
             return {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.pack_all(arrays).items()}
@@ -224,14 +227,9 @@ class _Layout:
         return state, ParameterShards(packed(plan.division.blocks(num_ranks), leaves), plan.division)
 
     def unsharded(self, state, params):
-        whole = self.whole_arrays(state, params)
-        plan = self.plan(_shapes_of(params), 1)
+        whole, plan = self.whole_arrays(state, params), self.plan(params, 1)
         whole |= zip(plan.shared, jax.tree.leaves(state.shared), strict=True)
         return jax.tree.unflatten(plan.structure, [whole[k] for k in range(len(plan.owners))])
 
     def shares(self, params, num_ranks):
-        return self.plan(Shapes.of(params), check_num_ranks(num_ranks)).shares(params)
-
-
-def _shapes_of(params: Any) -> Shapes:
-    return params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)
+        return self.plan(params, check_num_ranks(num_ranks)).shares(params)

@@ -60,9 +60,7 @@ def balance(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Arrays in pieces, and a rank's pieces as one vector per dtype,
-
-    as large as the fullest rank's, filled with zeros.
+    """Arrays in pieces, and a rank's pieces as a vector for each dtype, with zeros up to the fullest rank's size.
 
     Attributes:
       arrays: shapes and dtypes.

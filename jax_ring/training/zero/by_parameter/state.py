@@ -15,7 +15,7 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.options import path_texts
 from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
 from jax_ring.training.zero.by_parameter.shards import Division
-from jax_ring.training.zero.by_parameter.traced_update import trace_update
+from jax_ring.training.zero.by_parameter.traced_update import refuse_other_parameters, trace_update
 from jax_ring.training.zero.interface import check_same_tree
 from jax_ring.training.zero.vectors import Shapes
 
@@ -82,7 +82,7 @@ class Plan:
 
     Attributes:
       pieces: of the parameters, for each rank.
-      state: the state's leaves, and each rank's pieces: for each of its parameters' pieces those of `states_of`, in
+      state: the state's leaves, and each rank's pieces: for each of its parameters' pieces those of its state, in
         order.
       structure: of the state.
       owners: by leaf of the state, its parameter; None if shared.
@@ -105,9 +105,6 @@ class Plan:
     @property
     def shared(self) -> list[int]:
         return [k for k, owner in enumerate(self.owners) if owner is None]
-
-    def states_of(self, leaf: int) -> list[int]:
-        return [k for k, owner in enumerate(self.owners) if owner == leaf]
 
     def pack_state(self, shared: Sequence, own: dict[str, jax.Array]) -> ParameterState:
         values = dict(zip(self.shared, shared, strict=True))
@@ -176,12 +173,14 @@ def plan_state(
     leaves = jax.tree.leaves(params)
     state = jax.eval_shape(tx.init, params)
     while True:
-        traced = trace_update(tx, params, state, params, axis_name, divided)
+        traced = trace_update(tx, params, state, params, axis_name)
         # The first step may widen a state, e.g. for bfloat16 parameters with float32 hyperparameters.
         wider = traced.state_after(state)
         if jax.tree.map(_type, wider) == jax.tree.map(_type, state):
             break
         state = wider
+    if divided:
+        refuse_other_parameters(traced, params)
     may_cut = cache(traced.may_cut)
     pieces = balance(leaves, num_ranks, may_cut, block)
     division = None

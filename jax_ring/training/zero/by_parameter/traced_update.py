@@ -166,18 +166,17 @@ class TracedUpdate:
 
 
 def trace_update(
-    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, axis_name: AxisName, divided: bool
+    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, axis_name: AxisName
 ) -> TracedUpdate:
     """Traces `tx.update`, and finds what each result needs.
 
     Args:
       tx: the optimizer.
       gradients, state, params: trees of arrays or types.
-      divided: whether a rank has only the parameters that it updates.
 
     Raises:
       ValueError: if a result needs several parameters' gradients, or a collective other than those of
-        `zero.clip_by_global_norm`; or parameters that its rank does not have.
+        `zero.clip_by_global_norm`.
     """
 
     def update(gradients, state, params):
@@ -211,8 +210,6 @@ def trace_update(
     closed, norms = _with_norms_apart(closed)
     owners = _owners(closed.jaxpr, params, state)
     num_leaves, num_states = (len(jax.tree.leaves(tree)) for tree in (params, state))
-    if divided:
-        _refuse_other_parameters(closed.jaxpr, owners, params, num_states)
     return TracedUpdate(closed, num_leaves, num_states, owners, norms)
 
 
@@ -300,16 +297,14 @@ def _owners(jaxpr, params, state) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-def _refuse_other_parameters(jaxpr, owners, params, num_states: int) -> None:
+def refuse_other_parameters(traced: TracedUpdate, params: Any) -> None:
     """Raises ValueError if a result needs another parameter than that whose rank computes it."""
-    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    n = len(paths)
-    num_norms = len(jaxpr.invars) - 2 * n - num_states
-    masks = dependences(jaxpr, [*[0] * (n + num_states), *(1 << i for i in range(n)), *[0] * num_norms])
-    for i, (mask, owner) in enumerate(zip(masks, owners, strict=True)):
+    paths, n = path_texts(params), traced.num_leaves
+    seeds = [seed or 0 for seed in traced.inputs({}, {}, params=[1 << i for i in range(n)])]
+    for i, (mask, owner) in enumerate(zip(dependences(traced.closed.jaxpr, seeds), traced.owners, strict=True)):
         others = [path for j, path in enumerate(paths) if mask >> j & 1 and j != owner]
         if others:
-            what = f"the update of {paths[i]}" if i < n else "the state" if i < n + num_states else "a norm"
+            what = f"the update of {paths[i]}" if i < n else "the state" if i < traced.first_param else "a norm"
             raise ValueError(
                 "sharded_optimizer: with stage=3 and layout='parameter' a rank has only the parameters that it "
                 f"updates, but {what} needs {', '.join(others[:4])} on ranks that have not. Pass stage=2, with which "
