@@ -16,8 +16,6 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import Order, bucketed, promoted
 from jax_ring.training import sync
 from jax_ring.training.implementations import Impl, Implementation, implementation
-from jax_ring.training.parameters import is_float0
-from jax_ring.training.sync import check_local
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.block_sums import BLOCK
@@ -104,9 +102,9 @@ class LocalGradients(NamedTuple):
                     "which also divides the state such that its bits do not depend on the number of ranks."
                 )
             num_shards, tree = gradients.num_shards, gradients.terms
-        check_local("sharded_optimizer", tree, reduction.axis_name)
+        sync.check_local("sharded_optimizer", tree, reduction.axis_name)
         leaves = jax.tree.leaves(tree)
-        has_gradient = [not is_float0(x) for x in leaves]
+        has_gradient = [not sync.is_float0(x) for x in leaves]
         dtypes = [jnp.result_type(x) for x in leaves] if num_shards is None else gradients.dtypes
         types = [
             jax.ShapeDtypeStruct(jnp.shape(x)[has and num_shards is not None :], dtype)
@@ -114,7 +112,7 @@ class LocalGradients(NamedTuple):
         ]
         structure = jax.tree.structure(tree)
         check_same_tree("gradients", jax.tree.unflatten(structure, types), params)
-        terms = [len(x) for x in leaves if num_shards is not None and not is_float0(x)][:1]
+        terms = [len(x) for x in leaves if num_shards is not None and not sync.is_float0(x)][:1]
         for i, like in enumerate(jax.tree.leaves(params)):
             if not has_gradient[i]:
                 types[i] = jax.ShapeDtypeStruct(jnp.shape(like), jnp.result_type(like))

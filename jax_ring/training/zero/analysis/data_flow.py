@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import jax
@@ -86,9 +88,9 @@ def dependences(jaxpr: core.Jaxpr, masks: Sequence[int], visit: _Visit | None = 
     """
 
     def equation(eqn, operands):
-        return [_union(operands)] * len(eqn.outvars)
+        return [reduce(or_, operands, 0)] * len(eqn.outvars)
 
-    domain = Domain(lambda constant: 0, equation, lambda index, masks: _union([index, *masks]))
+    domain = Domain(lambda constant: 0, equation, lambda index, masks: reduce(or_, masks, index))
     return flow(core.ClosedJaxpr(jaxpr, [0] * len(jaxpr.constvars)), masks, domain, visit)
 
 
@@ -108,13 +110,6 @@ def place_of(eqn: core.JaxprEqn) -> tuple[str, str]:
     names = [names[0] for names in inside if len(names) > 1 and "update" in names[-1]]
     name, frame = names[0] if names else "", frames[0]
     return name, f"{'/'.join(frame.file_name.split('/')[-3:])}:{frame.line_num}"
-
-
-def _union(masks: Sequence[int]) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
 
 
 def _loop(params: dict[str, Any], operands: list, domain: Domain) -> list:

@@ -108,12 +108,9 @@ def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[co
     used = {x for eqn in rest for x in eqn.invars if not isinstance(x, core.Literal)}
     used |= {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
     crossing = [x for x in made if x in used]
-    parts = (
-        jaxpr.replace(eqns=scalars, outvars=crossing),
-        jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *crossing]),
-    )
-    first, second = (core.ClosedJaxpr(part, closed.consts) for part in parts)
-    return first, second
+    of_scalars = jaxpr.replace(eqns=scalars, outvars=crossing)
+    of_rest = jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *crossing])
+    return core.ClosedJaxpr(of_scalars, closed.consts), core.ClosedJaxpr(of_rest, closed.consts)
 
 
 def _thinned(closed, outputs, inputs):
@@ -156,10 +153,6 @@ def _evaluate_equation(eqn, values, shape, cut) -> list:
     raise NotElementwise(eqn.primitive.name)
 
 
-def _value(x):
-    return x.value if isinstance(x, Piece) else x
-
-
 def _whole(x, shape):
     return jnp.broadcast_to(x.value, shape) if isinstance(x, Uniform) else x
 
@@ -178,5 +171,5 @@ def _evaluate_cond(eqn, values, shape, cut) -> list:
         return [cut(x).value if piece else _whole(x, shape) for x, piece in zip(results, are_pieces, strict=True)]
 
     branches = [partial(run, branch) for branch in eqn.params["branches"]]
-    results = lax.switch(index, branches, *map(_value, operands))
+    results = lax.switch(index, branches, *(x.value if isinstance(x, Piece) else x for x in operands))
     return [Piece(x) if piece else x for x, piece in zip(results, are_pieces, strict=True)]
