@@ -413,6 +413,20 @@ def test_two_axes():
     assert_close(updates, jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params))
 
 
+def test_beside_an_axis_that_is_left_to_the_compiler():
+    params = {name: PARAMS[name] for name in SOME_NAMES}
+    tx = decayed(matrices)
+    optimizer = zero.sharded_optimizer(tx, "i", layout="parameter")
+
+    def step(params):
+        own = jax.tree.map(lambda x: lax.pcast(x, "i", to="varying"), params)
+        return optimizer.update(own, optimizer.init(params), params)[0]
+
+    mesh = make_mesh((2, 2), ("i", "m"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, axis_names={"i"})
+    assert_close(jax.jit(mapped)(params), jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params))
+
+
 def test_wrong_layout():
     with pytest.raises(ValueError, match=r"layout must be one of .*flat.*parameter.*got 'rows'"):
         zero.sharded_optimizer(optax.sgd(1.0), "i", layout="rows")

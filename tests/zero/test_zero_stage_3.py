@@ -264,6 +264,21 @@ def test_stacked_layers_with_inputs_that_have_no_cotangent():
     assert mapped({"s": s}, x).tolist() == (3 * 2 * SHARDS * s.prod() / s).tolist()
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_layer_beside_an_axis_that_is_left_to_the_compiler(stacked):
+    optimizer = zero.sharded_optimizer(optax.sgd(1.0), "i", stage=3, order="tree", num_shards=SHARDS)
+    layer = zero.sharded_layer(lambda w, x: w["s"] * x, "i", num_shards=SHARDS)
+
+    def gradients(params, x):
+        shards = (jax.vmap(optimizer.shard) if stacked else optimizer.shard)(params)
+        return optimizer.gather(jax.grad(lambda own: layer(own, x).sum())(shards))["s"]
+
+    s, x = np.array([2, 3] if stacked else 2, np.float32), np.ones((SHARDS, 5), np.float32)
+    mesh = make_mesh((2, 2), ("i", "m"))
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), axis_names={"i"})
+    assert jax.jit(mapped)({"s": s}, x).tolist() == (5 * SHARDS * s.prod() / s).tolist()
+
+
 def test_gradients_of_layers_are_those_of_the_mean():
     _, _, (blocks, embed, head), _ = of_layers(3)
     tokens = np.random.default_rng(0).integers(0, WORDS, (SHARDS, 2, LENGTH + 1)).astype(np.int32)

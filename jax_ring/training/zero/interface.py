@@ -180,3 +180,9 @@ def on_all_devices(tree: Any) -> Any:
 def vary(state: Any, axis_name: AxisName) -> Any:
     """Casts the state's vectors to varying over the axis. Zeros are invariant otherwise, and the type would change."""
     return jax.tree.map(lambda x: own_copy(x, axis_name) if x.ndim else x, state)
+
+
+def varying_type(x: Any, axis_name: AxisName) -> Any:
+    """The type of x as a value that varies over the axes."""
+    # Not by eval_shape: a ShapeDtypeStruct has no mesh in a shard_map that leaves axes to the compiler.
+    return jax.make_jaxpr(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))().out_avals[0]

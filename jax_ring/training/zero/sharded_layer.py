@@ -21,6 +21,7 @@ from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.wire import wire_of
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.flat import checked_shards, gathered
+from jax_ring.training.zero.interface import varying_type
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
@@ -115,7 +116,7 @@ class _Shards(Parts):
 
     def types_of(self, shards: ShardedParams) -> Any:
         """Those of whole parameters, which vary over all axes of `varying`."""
-        return jax.eval_shape(lambda: self.own_copies(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shards.like)))
+        return jax.tree.map(lambda x: varying_type(x, self.varying), shards.like)
 
     def gathered(self, shards: ShardedParams, after: Any) -> Any:
         """The parameters, once what comes before is computed: else all layers could be gathered at the beginning."""

@@ -21,11 +21,18 @@ from jax_ring.training.zero.block_sums import BLOCK
 from jax_ring.training.zero.by_parameter.norm import norm_over_ranks
 from jax_ring.training.zero.by_parameter.plan import Blocks
 from jax_ring.training.zero.by_parameter.shards import ParameterShards, check_shards
-from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, plan_state, varying_type
+from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, plan_state
 from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate, trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_num_ranks, check_undivided, on_all_devices
+from jax_ring.training.zero.interface import (
+    ShardedOptimizer,
+    Stage,
+    check_num_ranks,
+    check_undivided,
+    on_all_devices,
+    varying_type,
+)
 from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import Shapes
 

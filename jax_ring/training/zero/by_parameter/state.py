@@ -8,15 +8,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jax_ring.collectives.axes import AxisName
-from jax_ring.collectives.leaves import own_copy
 from jax_ring.options import path_texts
 from jax_ring.training.zero.by_parameter.plan import Blocks, Piece, balance
 from jax_ring.training.zero.by_parameter.shards import Division
 from jax_ring.training.zero.by_parameter.traced_update import refuse_other_parameters, trace_update
-from jax_ring.training.zero.interface import check_same_tree
+from jax_ring.training.zero.interface import check_same_tree, varying_type
 from jax_ring.training.zero.vectors import Shapes
 
 if TYPE_CHECKING:
@@ -152,11 +150,6 @@ class Plan:
             parameter_bytes=num_bytes(leaves) if self.division is None else blocks.block_bytes,
             padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
-
-
-def varying_type(x: Any, axis_name: AxisName) -> Any:
-    """The type of x as a value that varies over the ranks."""
-    return jax.eval_shape(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))
 
 
 def plan_state(
