@@ -16,6 +16,7 @@ from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import Order, bucketed, promoted
 from jax_ring.training import sync
 from jax_ring.training.implementations import Impl, Implementation, implementation
+from jax_ring.training.parameters import is_float0
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
 from jax_ring.training.zero import wires
 from jax_ring.training.zero.block_sums import BLOCK
@@ -104,7 +105,7 @@ class LocalGradients(NamedTuple):
             num_shards, tree = gradients.num_shards, gradients.terms
         sync.check_local("sharded_optimizer", tree, reduction.axis_name)
         leaves = jax.tree.leaves(tree)
-        has_gradient = [not sync.is_float0(x) for x in leaves]
+        has_gradient = [not is_float0(x) for x in leaves]
         dtypes = [jnp.result_type(x) for x in leaves] if num_shards is None else gradients.dtypes
         types = [
             jax.ShapeDtypeStruct(jnp.shape(x)[has and num_shards is not None :], dtype)
@@ -112,7 +113,7 @@ class LocalGradients(NamedTuple):
         ]
         structure = jax.tree.structure(tree)
         check_same_tree("gradients", jax.tree.unflatten(structure, types), params)
-        terms = [len(x) for x in leaves if num_shards is not None and not sync.is_float0(x)][:1]
+        terms = [len(x) for x in leaves if num_shards is not None and not is_float0(x)][:1]
         for i, like in enumerate(jax.tree.leaves(params)):
             if not has_gradient[i]:
                 types[i] = jax.ShapeDtypeStruct(jnp.shape(like), jnp.result_type(like))
