@@ -1,10 +1,29 @@
-"""`python -m jax_ring.launch`: the command of jax_ring/launcher/cli.py."""
+"""`python -m jax_ring.launch -n 4 script.py`: Runs a script as several processes of `jax.distributed`.
 
+In the script, `jax.distributed.initialize()` needs no arguments. Output lines are prefixed with the process's rank.
+When a process fails, the launcher ends the others, starts all again if restarts are left (--max-restarts), or exits
+with the failed one's status. It forwards SIGINT, SIGTERM, SIGHUP and SIGQUIT, and kills what still runs after the grace
+period. SIGUSR1 and SIGUSR2 are passed on, and end nothing. Standard input is empty.
+"""
+
+import asyncio
+import errno
 import sys
+from collections.abc import Sequence
 
-from jax_ring.launcher.cli import main
+from jax_ring.launcher import arguments as command_line
+from jax_ring.launcher.multi_host.hosts import job
 
-__all__ = ["main"]
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
+    try:
+        return asyncio.run(job(options).run())
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        sys.exit(f"jax_ring.launch: failed: too many open files for {options.processes} processes")
+
 
 if __name__ == "__main__":
     sys.exit(main())

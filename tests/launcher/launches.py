@@ -16,7 +16,7 @@ _LAUNCHER = f"""
 import sys, types
 package = sys.modules["jax_ring"] = types.ModuleType("jax_ring")
 package.__path__ = [{str(pathlib.Path(jax_ring.__file__).parent)!r}]
-from jax_ring.launcher.cli import main
+from jax_ring.launch import main
 assert "jax" not in sys.modules
 sys.exit(main())
 """

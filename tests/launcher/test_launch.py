@@ -7,7 +7,8 @@ import time
 import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, MODULE, WAITS, assert_gone, command_with, pids, run, start
 
-from jax_ring.launcher import cli, environment
+from jax_ring import launch
+from jax_ring.launcher import environment
 
 
 def test_scripts_run_as_under_python(script):
@@ -296,14 +297,14 @@ def test_closed_output_pipe(script):
 )
 def test_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
+        launch.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_says_what_it_does(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--help"])
+        launch.main(["--help"])
     assert stopped.value.code == 0
     assert "Runs a script as several processes of" in capsys.readouterr().out
 
