@@ -59,8 +59,8 @@ def without_service() -> Iterator[None]:
     """
     from jax._src import distributed
 
-    original = getattr(distributed, "_jax", None)
-    if not hasattr(original, "get_distributed_runtime_service"):
+    module, name = getattr(distributed, "_jax", None), "get_distributed_runtime_service"
+    if (original := getattr(module, name, None)) is None:
         import jax
 
         raise RuntimeError(
@@ -68,11 +68,11 @@ def without_service() -> Iterator[None]:
             "_jax.get_distributed_runtime_service. Upgrade jax_ring, or install a version of JAX that it was tested "
             "with (see its README)."
         )
-    distributed._jax = _WithoutService(original)  # type: ignore[assignment]
+    setattr(module, name, lambda *args, **options: None)
     try:
         yield
     finally:
-        distributed._jax = original
+        setattr(module, name, original)
 
 
 @contextlib.contextmanager
@@ -88,17 +88,6 @@ def with_own_handler() -> Iterator[None]:
         if callable(handler):
             with contextlib.suppress(ValueError):  # in another thread than the main one Python refuses
                 signal.signal(signal.SIGTERM, handler)
-
-
-class _WithoutService:
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def get_distributed_runtime_service(self, *args, **options) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def stand_in(address: str, process_id: int) -> None:
