@@ -1,8 +1,9 @@
 """One attempt at a job: starts this host's processes, watches and ends them."""
 
 import asyncio
+import functools
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.elastic.supervisor import Elastic
@@ -73,7 +74,7 @@ class Attempt:
         """Finds exited processes, after SIGCHLD."""
         for process in self._processes.values():
             if process.reap():
-                self._shared.queue.put_nowait(events.Exited(process.number))
+                self._shared.queue.put_nowait(events.Due(functools.partial(self._exited, process)))
 
     def pass_on(self, signum: int) -> None:
         """Signals the processes alone: their descendants might end by it."""
@@ -131,16 +132,10 @@ class Attempt:
                     return await self._terminate(signal.SIGKILL, self._options.failure_grace, why)
                 case events.RemoteEnd(status):
                     return Outcome(status, is_ended=True)
-                case events.Exited(number):
-                    reason = self._exited(self._processes[number])
+                case events.Due(do):
+                    reason = do()
                 case events.Asked(number, message, answer):
                     self._asked(self._processes.get(number), message, answer)
-                case events.Reminder(number):
-                    reason = self._reminded_of(number)
-                case events.Replace(slot, rank) if self._elastic is not None:
-                    self._elastic.replace(slot, rank)
-                case events.Tick() if self._elastic is not None:
-                    self._elastic.ticked()
                 case events.Stuck(blamed, waiting):
                     reason = self._stuck(blamed, waiting)
                 case events.RemoteFailed(node, failure):
@@ -180,7 +175,7 @@ class Attempt:
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
-    # Each method below handles an event. Those that can end the job return the reason, or None.
+    # Those of the methods below that can end the job return the reason, or None.
 
     def _exited(self, process: Process) -> str | None:
         assert process.status is not None
@@ -215,25 +210,24 @@ class Attempt:
     def _remind_of_cause(self) -> None:
         if not self._reminded:
             self._reminded = True
-            self._later(self._options.failure_grace, events.Reminder(None))
+            self._later(self._options.failure_grace, self._reminded_of_cause)
 
-    def _reminded_of(self, number: int | None) -> str | None:
-        if number is None:
-            return self._reminded_of_cause()
-        process = self._processes[number]
+    def _reminded_of(self, process: Process) -> str | None:
+        """A process should have exited after reporting its failure."""
         if process.status is not None:
             return None
-        failure = self._failures.of(number)
+        failure = self._failures.of(process.number)
         waited = f"{failure}; it has not exited within {self._options.failure_grace:g} s"
         if self._elastic is not None:
             self._log(f"{waited}; killing it")
-            self._killed.add(number)
+            self._killed.add(process.number)
             process.send(signal.SIGKILL)
             return None
         assert failure is not None
-        return self._failed(number, failure, waited)
+        return self._failed(process.number, failure, waited)
 
     def _reminded_of_cause(self) -> str | None:
+        """The process that others blame should have failed too."""
         if self._elastic is not None:
             return None
         first = str(self._failures.first())
@@ -244,7 +238,7 @@ class Attempt:
         self._waits_for_cause = True
         ranks = ", ".join(map(str, sorted(awaited)))
         self._log(f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause")
-        self._later(more, events.Reminder(None))
+        self._later(more, self._reminded_of_cause)
         return None
 
     def _stuck(self, blamed: dict[int, str], waiting: Sequence[int]) -> str | None:
@@ -270,7 +264,7 @@ class Attempt:
         if message.get("do") == "report":
             failure = self._reported(process, message, answer)
             if failure.is_own or self._elastic is not None:
-                self._later(self._options.failure_grace, events.Reminder(process.number))
+                self._later(self._options.failure_grace, functools.partial(self._reminded_of, process))
             else:
                 self._remind_of_cause()
             return
@@ -302,8 +296,9 @@ class Attempt:
         answer({"done": True})
         return failure
 
-    def _later(self, seconds: float, event: events.Event) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, self._shared.queue.put_nowait, event))
+    def _later(self, seconds: float, do: Callable[[], str | None]) -> None:
+        loop, queue = asyncio.get_running_loop(), self._shared.queue
+        self._timers.append(loop.call_later(seconds, queue.put_nowait, events.Due(do)))
 
     async def _stop(self, signum: int) -> Outcome:
         # Python ignores SIGPIPE, so forwarding it would have no effect.

@@ -7,8 +7,10 @@ from jax_ring.launcher.elastic_hosts.groups import Group
 from jax_ring.launcher.failures import Failure
 
 
-class Exited(NamedTuple):
-    process: int
+class Due(NamedTuple):
+    """Something for the attempt to do, which returns why the job ends, or None."""
+
+    do: Callable[[], str | None]
 
 
 class Signalled(NamedTuple):
@@ -21,20 +23,6 @@ class Asked(NamedTuple):
     process: int
     message: dict[str, Any]
     answer: Callable[[dict[str, Any]], None]
-
-
-class Reminder(NamedTuple):
-    """`process` should have exited after reporting its failure, or all have named their cause."""
-
-    process: int | None
-
-
-class Tick(NamedTuple): ...
-
-
-class Replace(NamedTuple):
-    slot: int
-    rank: int
 
 
 class Stuck(NamedTuple):
@@ -106,12 +94,9 @@ class RemoteEnd(NamedTuple):
 
 
 Event = (
-    Exited
+    Due
     | Signalled
     | Asked
-    | Reminder
-    | Tick
-    | Replace
     | Stuck
     | RemoteFailed
     | RemoteChanged

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ class ArgumentError(ValueError):
 class Elastic:
     """The membership in one attempt.
 
-    start: starts a process in a slot with a rank to be called by; raises OSError. later: queues an event after some
-    seconds, unless the attempt has ended.
+    start: starts a process in a slot with a rank to be called by; raises OSError. later: has the attempt do something
+    after some seconds, unless it has ended.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Elastic:
         shared: Shared,
         processes: Sequence[Process],
         start: Callable[..., Process],
-        later: Callable[[float, events.Event], None],
+        later: Callable[[float, Callable[[], str | None]], None],
     ) -> None:
         self._shared, self._options, self._start, self._later = shared, shared.options, start, later
         self._log = shared.output.log
@@ -137,7 +138,7 @@ class Elastic:
             wait = self._shared.backoff()
             self._log(f"{text}; the others go on, and another process starts in its place in {wait:g} s")
             self._replacing += 1
-            self._later(wait, events.Replace(process.slot, process.rank))
+            self._later(wait, functools.partial(self._replace, process.slot, process.rank))
         elif any(other.status is None for other in self._processes.values()):
             self._log(f"{text}; the others go on, and no restarts are left (--max-restarts)")
         else:
@@ -167,7 +168,7 @@ class Elastic:
             self._log(f"{process.name} is stuck; killing it")
             process.send(signal.SIGKILL)
 
-    def replace(self, slot: int, rank: int) -> None:
+    def _replace(self, slot: int, rank: int) -> None:
         self._replacing -= 1
         if self._has_finished or self._refused:
             return
@@ -186,9 +187,6 @@ class Elastic:
     def has_finished(self) -> bool:
         return self._has_finished and not self._refused
 
-    def ticked(self) -> None:
-        self._is_ticking = False
-
     def advance(self) -> str | None:
         """Takes due decisions; returns why the job ends, or None."""
         membership = self._membership
@@ -205,7 +203,7 @@ class Elastic:
             decision = membership.decide(self._replacing)
             if isinstance(decision, Formation):
                 self._forming = asyncio.create_task(self._form(membership, decision))
-                self._forming.add_done_callback(lambda task: self._shared.queue.put_nowait(events.Tick()))
+                self._forming.add_done_callback(lambda task: self._shared.queue.put_nowait(events.Due(lambda: None)))
             elif isinstance(decision, Refusal):
                 return self._refuse(decision.reason)
         elif self._forming.done():
@@ -249,7 +247,10 @@ class Elastic:
             self._stopped_since = {}
         if overdue and not self._is_ticking:
             self._is_ticking = True
-            self._later(_TICK_SECONDS, events.Tick())
+            self._later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        self._is_ticking = False
 
     def _end_those_who_cannot_leave(self, membership: Membership) -> list[int]:
         """Nobody leaves where all wait in a call of XLA, whose members it does not miss."""
