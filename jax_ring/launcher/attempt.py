@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from jax_ring.launcher import environment, events, protocol
+from jax_ring.launcher.elastic.members import Needs
 from jax_ring.launcher.elastic.supervisor import Elastic
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
 from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
@@ -18,12 +19,17 @@ from jax_ring.launcher.watching.watcher import Watcher
 _PATIENCE_SECONDS = 1.0
 
 
+class _ArgumentError(ValueError):
+    """The script's own fault: it gets a ValueError with this message."""
+
+
 class Attempt:
     def __init__(self, shared: Shared, plan: Plan, remote: Remote | None = None) -> None:
         self._shared, self._options, self._plan, self._remote = shared, shared.options, plan, remote
         self._log = shared.output.log
         self._processes: dict[int, Process] = {}  # by the launcher's number
         self._failures = Failures()
+        self._needs: Needs | None = None  # of an elastic job
         self._elastic: Elastic | None = None
         self._watcher = Watcher(shared, self._processes, remote)
         self._memory = protocol.memory_prefix_for(shared.server.name if remote is None else plan.coordinator)
@@ -258,36 +264,60 @@ class Attempt:
         if process is None:
             answer({"error": "this process belongs to an attempt that has ended"})
             return
-        if message.get("do") == "next_question":
-            self._watcher.asked(process, message, answer)
-            return
-        if message.get("do") == "report":
-            failure = self._reported(process, message, answer)
-            if failure.is_own or self._elastic is not None:
-                self._later(self._options.failure_grace, functools.partial(self._reminded_of, process))
-            else:
-                self._remind_of_cause()
-            return
-        if self._leaving is not None:
-            self._leaving.asked(process, message, answer, self._running())
-            return
-        if message.get("do") == "enlist" and self._elastic is None:
-            if self._options.nnodes > 1:
-                nnodes = self._options.nnodes
-                answer(
-                    {"error": f"elastic jobs on several hosts need --nnodes MIN:MAX; this one has --nnodes {nnodes}"}
+        try:
+            match message.get("do"):
+                case "next_question":
+                    self._watcher.asked(process, message, answer)
+                case "report":
+                    failure = self._reported(process, message, answer)
+                    if failure.is_own or self._elastic is not None:
+                        self._later(self._options.failure_grace, functools.partial(self._reminded_of, process))
+                    else:
+                        self._remind_of_cause()
+                case "enlist":
+                    members = self._enlist(message["min_processes"], message["multiple_of"])
+                    answer({"done": True})
+                    members.enlisted(process)
+                case "next_generation" if self._leaving is not None:
+                    self._leaving.left(process, f"has left: {message['reason']}", self._running())
+                case "next_generation" if self._elastic is not None:
+                    self._elastic.left(process, message["after"], message["reason"], answer)
+                case "next_generation":
+                    raise ValueError("this job is not elastic: call enlist() first")
+                case other:
+                    raise ValueError(f"unknown request {other!r}")
+        except _ArgumentError as error:
+            answer({"argument_error": str(error)})
+        except (ValueError, KeyError, TypeError) as error:
+            answer({"error": str(error)})
+
+    def _enlist(self, min_processes: int, multiple_of: int | None) -> Elastic | Leaving:
+        """Makes the job elastic. All processes ask for it."""
+        options = self._options
+        if options.min_processes < options.processes:  # -n MIN:MAX
+            min_processes = max(min_processes, options.min_processes)
+        if self._leaving is None:
+            if options.nnodes > 1:
+                raise ValueError(
+                    f"elastic jobs on several hosts need --nnodes MIN:MAX; this one has --nnodes {options.nnodes}"
                 )
-                return
-            elastic = Elastic(self._shared, list(self._processes.values()), self._start, self._later)
-            elastic.asked(process, message, answer)
-            if elastic.has_begun:
-                self._elastic = elastic
-            else:
-                elastic.close()
-        elif self._elastic is None:
-            answer({"error": "this job is not elastic: call enlist() first"})
-        else:
-            self._elastic.asked(process, message, answer)
+            if min_processes > (count := options.processes):
+                raise _ArgumentError(
+                    f"elastic.run(min_processes={min_processes}): the job has {count} process{'es' * (count > 1)} "
+                    f"(-n {count}): start at least {min_processes}, or lower min_processes"
+                )
+        needs = Needs(min_processes, multiple_of)
+        needs.check(self._needs)
+        if self._needs is None:
+            self._needs = needs
+            if self._leaving is None:
+                processes = list(self._processes.values())
+                self._elastic = Elastic(self._shared, processes, needs, self._start, self._later)
+            elif self._remote is not None:
+                self._remote.tell_enlisted(*needs)
+        members = self._leaving or self._elastic
+        assert members is not None
+        return members
 
     def _reported(self, process: Process, message: dict, answer) -> Failure:
         failure = self._failures.add(process.number, from_report(process.name, process.rank, message))

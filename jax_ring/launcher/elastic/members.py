@@ -14,6 +14,40 @@ class Refusal(NamedTuple):
     reason: str
 
 
+class Needs(NamedTuple):
+    """What the processes of an elastic job ask for, all the same.
+
+    Attributes:
+      min_processes: the job ends with fewer.
+      multiple_of: of the number of members; None for any number.
+    """
+
+    min_processes: int
+    multiple_of: int | None
+
+    def check(self, others: "Needs | None") -> None:
+        """Raises ValueError if they make no sense, or are not those of the other processes."""
+        if self.min_processes < 1:
+            raise ValueError(f"enlist(min_processes={self.min_processes}): must be at least 1")
+        if self.multiple_of is not None and self.multiple_of < self.min_processes:
+            raise ValueError(
+                f"enlist(multiple_of={self.multiple_of}): {self.min_processes} processes or more cannot divide "
+                f"{self.multiple_of}"
+            )
+        if others is not None and others != self:
+            raise ValueError(
+                f"enlist(): another process gave min_processes={others.min_processes}, "
+                f"multiple_of={others.multiple_of}; this one {self.min_processes}, {self.multiple_of}"
+            )
+
+
+def num_members(candidates: int, multiple_of: int | None) -> int:
+    """How many of so many processes can be members."""
+    if multiple_of is None:
+        return candidates
+    return max((d for d in range(1, candidates + 1) if multiple_of % d == 0), default=0)
+
+
 class Membership:
     """The processes of an elastic job, without handles or clocks.
 
@@ -30,13 +64,7 @@ class Membership:
         self.alive = set(members)
         self.waiting: dict[int, str] = {}
         self._died: set[int] = set()
-        self.min_processes, self.multiple_of = min_processes, multiple_of
-
-    def size(self, candidates: int) -> int:
-        """How many of so many can be members."""
-        if self.multiple_of is None:
-            return candidates
-        return max((d for d in range(1, candidates + 1) if self.multiple_of % d == 0), default=0)
+        self._min_processes, self._multiple_of = min_processes, multiple_of
 
     def started(self, process: int) -> None:
         self.alive.add(process)
@@ -75,7 +103,7 @@ class Membership:
             return bool(members)
         if not members or self.is_leaving():
             return False
-        return self.size(len(members) + len(self.waiting)) > len(members)
+        return num_members(len(members) + len(self.waiting), self._multiple_of) > len(members)
 
     def decide(self, to_come: int) -> Formation | Refusal | None:
         """What to do now; None to wait.
@@ -89,13 +117,13 @@ class Membership:
         to_come += len(self.alive - set(self.waiting))
         if not survivors and to_come:
             return None  # nobody has a state to keep, so an early start gains nothing
-        count = self.size(len(candidates))
-        if count >= self.min_processes:
+        count = num_members(len(candidates), self._multiple_of)
+        if count >= self._min_processes:
             return Formation(tuple(candidates[:count]), tuple(candidates[count:]))
         if to_come:
             return None
         return Refusal(
-            f"{len(candidates)} processes are left, of which {count} can be members; it needs {self.min_processes}"
+            f"{len(candidates)} processes are left, of which {count} can be members; it needs {self._min_processes}"
         )
 
     def form(self, formation: Formation) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
+from jax_ring.launcher.elastic.members import Formation, Membership, Needs, Refusal
 from jax_ring.launcher.environment import reserved_port
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.processes import Process
@@ -21,10 +21,6 @@ _TICK_SECONDS = 0.1
 _CONNECT_SECONDS = 30.0
 
 Answer = Callable[[dict[str, Any]], None]
-
-
-class ArgumentError(ValueError):
-    """The script's own fault: it gets a ValueError with this message."""
 
 
 class Elastic:
@@ -38,14 +34,17 @@ class Elastic:
         self,
         shared: Shared,
         processes: Sequence[Process],
+        needs: Needs,
         start: Callable[..., Process],
         later: Callable[[float, Callable[[], str | None]], None],
     ) -> None:
         self._shared, self._options, self._start, self._later = shared, shared.options, start, later
         self._log = shared.output.log
         self._processes = {process.number: process for process in processes}
-        self._membership: Membership | None = None
-        self._numbers = [process.number for process in processes]
+        self._membership = Membership(list(self._processes), *needs)
+        for process in processes:
+            if process.status is not None:
+                self._membership.ended(process.number)
         self._answers: dict[int, Answer] = {}  # to processes that wait for a generation
         self._replacing = 0  # processes to start after a back-off
         self._has_finished = False  # whether a process has exited with status 0
@@ -71,54 +70,23 @@ class Elastic:
             service.end()
         self._ports.close()
 
-    @property
-    def has_begun(self) -> bool:
-        return self._membership is not None
+    def enlisted(self, process: Process) -> None:
+        """Tells a process at once, if it is to leave."""
+        if self._told:
+            self._tell(process.number)
 
-    def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
-        try:
-            if message["do"] == "enlist":
-                self._enlist(message["min_processes"], message["multiple_of"])
-                answer({"done": True})
-                self._tell(process.number)
-            elif self._membership is None or self._refused:
-                raise ValueError(self._refused or "call enlist() first")
-            elif message["do"] == "next_generation":
-                self._membership.left(process.number, message["after"], message["reason"])
-                if process.number in self._membership.members:
-                    self._log(f"{process.name} has left generation {message['after']}: {message['reason']}")
-                self._answers[process.number] = answer
-            else:
-                raise ValueError(f"unknown request {message['do']!r}")
-        except ArgumentError as error:
-            answer({"argument_error": str(error)})
-        except (ValueError, KeyError, TypeError) as error:
-            answer({"error": str(error)})
+    def left(self, process: Process, after: int, reason: str, answer: Answer) -> None:
+        """A process has left a generation, and waits for the answer, which is the next.
 
-    def _enlist(self, min_processes: int, multiple_of: int | None) -> None:
-        if self._options.min_processes < self._options.processes:  # -n MIN:MAX
-            min_processes = max(min_processes, self._options.min_processes)
-        if min_processes < 1:
-            raise ValueError(f"enlist(min_processes={min_processes}): must be at least 1")
-        if min_processes > (count := self._options.processes):
-            raise ArgumentError(
-                f"elastic.run(min_processes={min_processes}): the job has {count} process{'es' * (count > 1)} "
-                f"(-n {count}): start at least {min_processes}, or lower min_processes"
-            )
-        if multiple_of is not None and multiple_of < min_processes:
-            raise ValueError(
-                f"enlist(multiple_of={multiple_of}): {min_processes} processes or more cannot divide {multiple_of}"
-            )
-        if self._membership is None:
-            self._membership = Membership(self._numbers, min_processes, multiple_of)
-            for process in self._processes.values():
-                if process.status is not None:
-                    self._membership.ended(process.number)
-        elif (self._membership.min_processes, self._membership.multiple_of) != (min_processes, multiple_of):
-            raise ValueError(
-                f"enlist(): another process gave min_processes={self._membership.min_processes}, "
-                f"multiple_of={self._membership.multiple_of}; this one {min_processes}, {multiple_of}"
-            )
+        Raises:
+          ValueError: if there will be none, or it cannot have been in that one.
+        """
+        if self._refused:
+            raise ValueError(self._refused)
+        self._membership.left(process.number, after, reason)
+        if process.number in self._membership.members:
+            self._log(f"{process.name} has left generation {after}: {reason}")
+        self._answers[process.number] = answer
 
     def finished(self, process: Process) -> None:
         self._has_finished = True
@@ -132,7 +100,7 @@ class Elastic:
         text = str(failure)
         if self._has_finished:
             self._log(f"{text}; others have finished, so that it is not replaced")
-            if self._membership is not None and process.number in self._membership.members:
+            if process.number in self._membership.members:
                 self.late = self.late or failure
         elif self._shared.take_restart():
             wait = self._shared.backoff()
@@ -147,12 +115,11 @@ class Elastic:
 
     def _ended(self, process: Process, is_failure: bool = True) -> None:
         self._answers.pop(process.number, None)
-        if self._membership is not None:
-            self._membership.ended(process.number, is_failure)
-            if is_failure and self._formed_at + _CONNECT_SECONDS > asyncio.get_running_loop().time():
-                for service, members in self._services[-1:]:  # none if all members have finished
-                    if process.number in members:
-                        service.stand_in(members.index(process.number))
+        self._membership.ended(process.number, is_failure)
+        if is_failure and self._formed_at + _CONNECT_SECONDS > asyncio.get_running_loop().time():
+            for service, members in self._services[-1:]:  # none if all members have finished
+                if process.number in members:
+                    service.stand_in(members.index(process.number))
         # A dropped client aborts its process when its service ends, so keep a service for such clients.
         for entry in list(self._services):
             service, members = entry
@@ -178,8 +145,7 @@ class Elastic:
             self._log(f"another process for rank {rank} could not be started: {error}")
             return
         self._processes[process.number] = process
-        if self._membership is not None:
-            self._membership.started(process.number)
+        self._membership.started(process.number)
 
     def waits_for_replacements(self) -> bool:
         return self._replacing > 0 and not self._has_finished and not self._refused
@@ -190,7 +156,7 @@ class Elastic:
     def advance(self) -> str | None:
         """Takes due decisions; returns why the job ends, or None."""
         membership = self._membership
-        if membership is None or self._refused:
+        if self._refused:
             return None
         if self._has_finished and not any(number in membership.alive for number in membership.members):
             self._dismiss()
@@ -202,7 +168,7 @@ class Elastic:
         if self._forming is None:
             decision = membership.decide(self._replacing)
             if isinstance(decision, Formation):
-                self._forming = asyncio.create_task(self._form(membership, decision))
+                self._forming = asyncio.create_task(self._form(decision))
                 self._forming.add_done_callback(lambda task: self._shared.queue.put_nowait(events.Due(lambda: None)))
             elif isinstance(decision, Refusal):
                 return self._refuse(decision.reason)
@@ -214,8 +180,7 @@ class Elastic:
         return None
 
     def _tell(self, number: int) -> None:
-        if self._told:
-            self._shared.server.tell(number, {"change_pending": True})
+        self._shared.server.tell(number, {"change_pending": True})
 
     def _dismiss(self) -> None:
         """Ends processes that wait when the members have finished."""
@@ -300,8 +265,9 @@ class Elastic:
                 self._processes[number].send(signal.SIGKILL)
         return members
 
-    async def _form(self, membership: Membership, formation: Formation) -> None:
+    async def _form(self, formation: Formation) -> None:
         """Starts a service and tells the members, unless one has ended."""
+        membership = self._membership
         service, self._ready = self._ready, Service(self._shared.output)
         address = f"127.0.0.1:{self._ports.enter_context(reserved_port())}"
         service.begin(address, len(formation.members))

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax_ring.launcher.elastic.members import num_members
+
 
 class Host(NamedTuple):
     """A launcher in a group.
@@ -104,10 +106,7 @@ def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, multiple_of:
     by_id = {host.id: host for host in waiting}
     old = [by_id[host] for host in before.ids if host in by_id]
     hosts = [*old, *(host for host in waiting if host not in old)][:most_hosts]
-    if multiple_of is None:
-        return tuple(hosts)
-    total = sum(host.processes for host in hosts)
-    left = max((d for d in range(1, total + 1) if multiple_of % d == 0), default=0)
+    left = num_members(sum(host.processes for host in hosts), multiple_of)
     result = []
     for host in hosts:
         count = min(left, host.processes)
