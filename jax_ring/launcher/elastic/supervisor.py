@@ -53,9 +53,8 @@ class Elastic:
         self._told = False  # whether the members know that a change is pending
         self._is_ticking = False
         self._forming: asyncio.Task | None = None
-        self._leaving_since: float | None = None
-        self._stopped_since: dict[int, float] = {}  # by member, while another process waits to join
-        self._freed: dict[int, float] = {}  # members that a stuck one kept waiting, and when it was killed
+        self._awaited_since: dict[tuple[Process, str], float] = {}  # by member, and why
+        self._freed: set[int] = set()  # members that a stuck one kept waiting, which was killed
         self._formed_at = -math.inf  # when the last generation was formed
         self._refused = ""
         self._ports = contextlib.ExitStack()
@@ -129,8 +128,7 @@ class Elastic:
 
     def end_stuck(self, stuck: Sequence[Process], waiting: Sequence[int]) -> None:
         """Kills processes that do not go on. Those that wait for them in a call may be unable to leave it."""
-        now = asyncio.get_running_loop().time()
-        self._freed = dict.fromkeys(waiting, now)
+        self._freed = set(waiting)
         for process in stuck:
             self._log(f"{process.name} is stuck; killing it")
             process.send(signal.SIGKILL)
@@ -176,7 +174,7 @@ class Elastic:
             self._forming.result()
             self._forming = None
             return self.advance()
-        self._end_overdue(membership)
+        self._end_overdue()
         return None
 
     def _tell(self, number: int) -> None:
@@ -199,71 +197,42 @@ class Elastic:
         self._answers.clear()
         return reason
 
-    def _end_overdue(self, membership: Membership) -> None:
-        """Kills members that are stopped or late while others wait."""
-        overdue = self._end_those_who_cannot_leave(membership)
-        if membership.is_leaving():
-            overdue = self._end_those_who_stay(membership)
-        else:
-            self._leaving_since = None
-        if membership.is_change_pending() and not membership.is_leaving():
-            overdue = self._end_those_who_are_stopped(membership)
-        else:
-            self._stopped_since = {}
-        if overdue and not self._is_ticking:
+    def _end_overdue(self) -> None:
+        """Kills members for which others wait, if they are stopped or have not left in time."""
+        now, membership = asyncio.get_running_loop().time(), self._membership
+        left_over = [self._processes[number] for number in membership.members_left_over()]
+        limits = {(process, why): limit for process in left_over for why, limit in self._why_awaited(process).items()}
+        self._awaited_since = {each: self._awaited_since.get(each, now) for each in limits}
+        for (process, why), since in self._awaited_since.items():
+            if now - since > limits[process, why]:
+                self._log(f"{process.name} {why}")
+                process.send(signal.SIGKILL)
+        if (limits or membership.is_change_pending()) and not self._is_ticking:
             self._is_ticking = True
             self._later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         self._is_ticking = False
 
-    def _end_those_who_cannot_leave(self, membership: Membership) -> list[int]:
-        """Nobody leaves where all wait in a call of XLA, whose members it does not miss."""
-        now = asyncio.get_running_loop().time()
-        waiting = [number for number in membership.members_left_over() if number in self._freed]
-        for number in waiting:
-            if now - self._freed[number] > self._options.leave_timeout:
-                self._log(
-                    f"{self._processes[number].name} has not left generation {membership.generation} within "
-                    f"{self._options.leave_timeout:g} s (--leave-timeout) of the end of the stuck ones; killing it"
-                )
-                self._processes[number].send(signal.SIGKILL)
-        return waiting
-
-    def _end_those_who_stay(self, membership: Membership) -> list[int]:
-        loop = asyncio.get_running_loop()
-        if self._leaving_since is None:
-            self._leaving_since = loop.time()
-        is_late = loop.time() - self._leaving_since > self._options.leave_timeout
-        overdue = membership.members_left_over()
-        for process in (self._processes[number] for number in overdue):
-            if process.status is not None:
-                continue
+    def _why_awaited(self, process: Process) -> dict[str, float]:
+        """Why others wait for a member, and for how many seconds they do before it is killed."""
+        membership, limit = self._membership, self._options.leave_timeout
+        number, found = membership.generation, dict[str, float]()
+        if process.number in self._freed:
+            # Nobody leaves where all wait in a call of XLA, whose members it does not miss.
+            found[
+                f"has not left generation {number} within {limit:g} s (--leave-timeout) of the end of the stuck ones; "
+                "killing it"
+            ] = limit
+        if membership.is_leaving():
+            late = f"has not left generation {number} within {limit:g} s (--leave-timeout) of the first; killing it"
+            found[late] = limit
             if process.is_stopped():
-                self._log(f"{process.name} is stopped, and the others wait for it; killing it")
-            elif is_late:
-                self._log(
-                    f"{process.name} has not left generation {membership.generation} within "
-                    f"{self._options.leave_timeout:g} s (--leave-timeout) of the first; killing it"
-                )
-            else:
-                continue
-            process.send(signal.SIGKILL)
-        return overdue
-
-    def _end_those_who_are_stopped(self, membership: Membership) -> list[int]:
-        """No member notices that another is stopped when it is the only one; joiners wait for it."""
-        now, members = asyncio.get_running_loop().time(), membership.members_left_over()
-        stopped = [number for number in members if self._processes[number].is_stopped()]
-        self._stopped_since = {number: self._stopped_since.get(number, now) for number in stopped}
-        for number, since in self._stopped_since.items():
-            if now - since > self._options.leave_timeout:
-                self._log(
-                    f"{self._processes[number].name} has been stopped for {self._options.leave_timeout:g} s "
-                    "(--leave-timeout), and others wait for it; killing it"
-                )
-                self._processes[number].send(signal.SIGKILL)
-        return members
+                found = {"is stopped, and the others wait for it; killing it": -1.0}  # at once
+        elif membership.is_change_pending() and process.is_stopped():
+            # No member notices that another is stopped when it is the only one; joiners wait for it.
+            found[f"has been stopped for {limit:g} s (--leave-timeout), and others wait for it; killing it"] = limit
+        return found if process.status is None else {}
 
     async def _form(self, formation: Formation) -> None:
         """Starts a service and tells the members, unless one has ended."""
@@ -281,7 +250,7 @@ class Elastic:
         self._formed_at = asyncio.get_running_loop().time()
         membership.form(formation)
         self._told = False
-        self._freed = {}
+        self._freed = set()
         ranks = ", ".join(str(self._processes[number].rank) for number in formation.members)
         spares = ", ".join(str(self._processes[number].rank) for number in formation.spares)
         self._log(f"generation {membership.generation}: ranks {ranks}" + (f"; spares: {spares}" if spares else ""))
