@@ -24,7 +24,7 @@ class _ArgumentError(ValueError):
 
 
 class Attempt:
-    def __init__(self, shared: Shared, plan: Plan, remote: Remote | None = None) -> None:
+    def __init__(self, shared: Shared, plan: Plan, remote: Remote) -> None:
         self._shared, self._options, self._plan, self._remote = shared, shared.options, plan, remote
         self._log = shared.output.log
         self._processes: dict[int, Process] = {}  # by the launcher's number
@@ -32,8 +32,9 @@ class Attempt:
         self._needs: Needs | None = None  # of an elastic job
         self._elastic: Elastic | None = None
         self._watcher = Watcher(shared, self._processes, remote)
-        self._memory = protocol.memory_prefix_for(shared.server.name if remote is None else plan.coordinator)
-        self._leaving = Leaving(shared.server, remote, self._log) if remote is not None and plan.hosts else None
+        is_whole = len(plan.slots) == plan.num_processes  # otherwise other launchers have to know the name
+        self._memory = protocol.memory_prefix_for(shared.server.name if is_whole else plan.coordinator)
+        self._leaving = Leaving(shared.server, remote, self._log) if plan.hosts else None
         self._raised: set[int] = set()  # those that an exception of their own ends
         self._signalled: set[int] = set()  # those that were told to end
         self._killed: set[int] = set()
@@ -162,11 +163,8 @@ class Attempt:
             return Outcome(late.status, late) if late else Outcome(0)
         if self._failures:
             return self._outcome()
-        if self._remote is not None:
-            self._remote.tell_success()
-            if not self._remote.succeeded():
-                return None
-        return Outcome(0)
+        self._remote.tell_success()
+        return Outcome(0) if self._remote.succeeded() else None
 
     def _outcome(self) -> Outcome:
         for number in self._raised:
@@ -206,7 +204,7 @@ class Attempt:
 
     def _failed(self, key: int | tuple[int, int], failure: Failure, text: str = "") -> str | None:
         failure = self._failures.add(key, failure)
-        if isinstance(key, int) and self._remote is not None and self._remote.tell_failure(failure):
+        if isinstance(key, int) and self._remote.tell_failure(failure):
             return None  # the launcher of host 0 decides
         if failure.is_own or self._failures.has_own():
             return text or str(failure)
@@ -313,7 +311,7 @@ class Attempt:
             if self._leaving is None:
                 processes = list(self._processes.values())
                 self._elastic = Elastic(self._shared, processes, needs, self._start, self._later)
-            elif self._remote is not None:
+            else:
                 self._remote.tell_enlisted(*needs)
         members = self._leaving or self._elastic
         assert members is not None
@@ -349,8 +347,7 @@ class Attempt:
         if running:
             reason += f"; sending {signal.Signals(signum).name} to ranks {format_ranks(running)}"
         self._log(reason)
-        if self._remote is not None:
-            self._remote.tell_stop(signum, grace, reason)
+        self._remote.tell_stop(signum, grace, reason)
         for process in running:
             self._signalled.add(process.number)
             process.send(signum)

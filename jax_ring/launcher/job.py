@@ -98,11 +98,11 @@ class Job:
             service = Service(self._output)
             service.begin(plan.coordinator, plan.num_processes)
             try:
-                return (await self._watch(plan)).blamed_on(service.failure())
+                return (await self._watch(plan, Remote())).blamed_on(service.failure())
             finally:
                 service.end()
 
-    async def _watch(self, plan: Plan, remote: Remote | None = None) -> Outcome:
+    async def _watch(self, plan: Plan, remote: Remote) -> Outcome:
         self._attempt = Attempt(self._shared, plan, remote)
         try:
             return await self._attempt.run()

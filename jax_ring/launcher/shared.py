@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
@@ -40,19 +40,29 @@ class Shared:
 
 
 class Remote:
-    """The other hosts; one side overrides what it has a part in.
+    """The other hosts, of which there are none here; each side of a connection overrides what it has a part in.
 
     Attributes:
-      others: their processes, for the launcher that leads.
-      asks_where: set if that launcher asks where this host's processes are.
+      leads: whether this launcher decides for all hosts.
+      others: what a launcher that leads knows of their processes.
+      asks_where: set if the launcher that leads asks where this host's processes are.
     """
 
-    others: Others | None = None  # the sides that lead replace it
+    leads = True
     asks_where: asyncio.Event
 
+    def __init__(self) -> None:
+        self.others = Others(self._send)
+
+    def _send(self, message: dict[str, Any], index: int | None) -> None:
+        """Sends a message about the attempt to a host, or to all."""
+
     def succeeded(self) -> bool:
-        """Whether all hosts' processes have exited with status 0, as far as host 0 knows."""
-        return False
+        """Whether all other hosts' processes have exited with status 0, as far as this launcher decides."""
+        return True
+
+    async def stopped(self) -> None:
+        """Waits until other hosts' processes have ended, or their launchers are gone."""
 
     def tell_failure(self, failure: Failure) -> bool:
         """Tells host 0 of a failure; returns whether its launcher decides what to do."""

@@ -18,7 +18,7 @@ from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.processes import Process
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
-from jax_ring.launcher.watching.others import Others, encoded
+from jax_ring.launcher.watching.others import encoded
 from jax_ring.launcher.watching.report import Place
 
 # After so long without a sign of life, a side gives the other up. It sends one ten times as often.
@@ -106,11 +106,13 @@ class Led(Remote):
       is_lost: whether the other launcher is gone.
     """
 
+    leads = False
     _link: Link
     _receiving: asyncio.Task[None]
 
     def __init__(self, leader: str, queue: asyncio.Queue[events.Event]) -> None:
         """leader: its name, for messages."""
+        super().__init__()
         self._leader, self._queue = leader, queue
         self._attempt = self._index = -1
         self._has_told_success = False
@@ -126,6 +128,9 @@ class Led(Remote):
         await self._link.close()
 
     # Called by the attempt:
+
+    def succeeded(self) -> bool:
+        return False
 
     def tell_failure(self, failure: Failure) -> bool:
         renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._index}")
@@ -168,13 +173,13 @@ class Leads(Remote, abc.ABC, Generic[K]):
 
     def __init__(self, name: str, queue: asyncio.Queue[events.Event]) -> None:
         """name: of this host, for messages to the others."""
+        super().__init__()
         self._name, self._queue = name, queue
         self._attempt = -1
         self._index: dict[K, int] = {}  # of the other hosts that take part in the attempt
         self._succeeded: set[K] = set()
         self._stopped: set[K] = set()
         self._changed = asyncio.Event()
-        self.others: Others = Others(self._send)
 
     @abc.abstractmethod
     def _links(self) -> dict[K, Link]:
@@ -192,7 +197,6 @@ class Leads(Remote, abc.ABC, Generic[K]):
         return set(self._taking_part()) - self._stopped
 
     async def stopped(self) -> None:
-        """Waits until other hosts' processes have ended, or their launchers are gone."""
         while self._running():
             await self.next_change()
 

@@ -12,8 +12,6 @@ from jax_ring.launcher.watching.report import Place
 # Without news of a host for so long, nothing is known of its processes.
 _NEWS_SECONDS = 2.5
 
-Key = tuple[int, int]  # the host, and its launcher's number of the process
-
 
 class Told(NamedTuple):
     """A process of another host, as its launcher has told.
@@ -40,7 +38,7 @@ class Others:
     def __init__(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
         """send: sends a message of this attempt to a host, or to all."""
         self._send = send
-        self.told: dict[Key, Told] = {}
+        self.told: dict[Any, Told] = {}  # by the host, and its launcher's number of the process
         self._heard: dict[int, float] = {}  # by host
         self._has_changed = asyncio.Event()
 
@@ -61,7 +59,7 @@ class Others:
         """Whether there are news of all hosts."""
         return all(time.monotonic() - heard < _NEWS_SECONDS for heard in self._heard.values())
 
-    async def ask(self, seconds: float) -> dict[Key, Place]:
+    async def ask(self, seconds: float) -> dict[Hashable, Place]:
         """Where the processes are that have told it within this time."""
         self.told = {key: each._replace(place=None) for key, each in self.told.items()}
         self._send({"where": True}, None)

@@ -12,7 +12,6 @@ from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
 from jax_ring.launcher.watching import report
 from jax_ring.launcher.watching.comparison import Comparison, Verdict, seconds_between_looks
-from jax_ring.launcher.watching.others import Told
 from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
 
 # A process whose threads can run answers at once. Another one gets a signal, for which Python writes its stacks.
@@ -29,13 +28,12 @@ class Watcher:
     processes: of this host, by number; the attempt adds to it.
     """
 
-    def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Remote | None) -> None:
+    def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Remote) -> None:
         self._shared, self._options, self._processes = shared, shared.options, processes
-        self._leader = remote if remote is not None and remote.others is None else None
-        self._others = None if remote is None else remote.others
+        self._remote, self._others = remote, remote.others
         self._comparison = Comparison()
         self._questions: dict[int, Answer] = {}  # to processes that wait to be asked where they are
-        self._places: dict[int, report.Place] = {}  # what they have answered
+        self._places: dict[Hashable, report.Place] = {}  # what they have answered
         self._answered = asyncio.Event()
         self._compiling: set[tuple[int, int]] = set()  # reported compilations: process, and when it began
 
@@ -46,33 +44,33 @@ class Watcher:
         while True:
             limit = self._limit(self._read())
             wait = seconds_between_looks(limit)
-            if self._leader is not None:
-                await self._tell(self._leader, wait)
-            else:
+            if self._remote.leads:
                 await asyncio.sleep(wait)
+            else:
+                await self._tell_leader(wait)
             notes = self._read()
             # Time in which the launcher could not run does not count.
             elapsed, before = min(loop.time() - before, 2 * wait), loop.time()
             if not limit:
                 continue
             self._note_compilations(limit)
-            if self._leader is None and (self._others is None or self._others.are_known()):
+            if self._remote.leads and self._others.are_known():
                 verdict = self._comparison.look(notes, elapsed, limit, self._read(0).values())
                 if verdict is not None:
                     await self._report(verdict, notes, limit)
 
-    async def _tell(self, leader: Remote, seconds: float) -> None:
+    async def _tell_leader(self, seconds: float) -> None:
         """Waits so long, or until the launcher that leads asks; tells it how far the processes are, and where if so."""
         places = {}
         try:
             async with asyncio.timeout(seconds):
-                await leader.asks_where.wait()
-            leader.asks_where.clear()
+                await self._remote.asks_where.wait()
+            self._remote.asks_where.clear()
             places = await self._ask()
         except TimeoutError:
             pass
         for number, process in self._processes.items():
-            leader.tell_progress(process, places.get(number))
+            self._remote.tell_progress(process, places.get(number))
 
     def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
         """A process waits to be asked, and says where it is if it was."""
@@ -84,10 +82,7 @@ class Watcher:
     def _read(self, status: int | None = None) -> dict[Hashable, Notes]:
         """The notes of running processes, or of those that have exited with a status."""
         own = {number: each.page.read() for number, each in self._processes.items() if each.status == status}
-        return {**own, **{key: each.notes for key, each in self._told().items() if each.status == status}}
-
-    def _told(self) -> Mapping[Any, Told]:
-        return {} if self._others is None else self._others.told
+        return {**own, **{key: each.notes for key, each in self._others.told.items() if each.status == status}}
 
     def _limit(self, notes: Mapping[Hashable, Notes]) -> float:
         """Seconds; 0 if nothing is watched."""
@@ -104,15 +99,13 @@ class Watcher:
                 self._log(report.of_compilation(process, note))
 
     async def _report(self, verdict: Verdict, notes: Mapping[Hashable, Notes], limit: float) -> None:
-        asked = [self._ask()] if self._others is None else [self._ask(), self._others.ask(_OTHER_HOSTS_SECONDS)]
-        places: dict[Hashable, report.Place] = {}
-        for found in await asyncio.gather(*asked):
-            places.update(found)
+        own, others = await asyncio.gather(self._ask(), self._others.ask(_OTHER_HOSTS_SECONDS))
+        places = own | others
         now = self._read()
         if any(number not in now or now[number].completed != notes[number].completed for number in verdict.behind):
             self._comparison.forget()  # they have gone on, or ended, meanwhile
             return
-        every: dict[Hashable, Any] = {**self._processes, **self._told()}
+        every: dict[Hashable, Any] = {**self._processes, **self._others.told}
         source = "--watch" if self._options.watch else "jax_ring.watch"
         exited = format_ranks(each for each in every.values() if each.status == 0)
         latest = {number: now.get(number, note) for number, note in notes.items()}  # with what is told only if asked
@@ -122,12 +115,11 @@ class Watcher:
         if (self._options.on_stuck or given) == "end":
             blamed = report.blamed(found)
             waiting = [number for number in verdict.behind if number not in blamed]
-            own = {number: blamed[number] for number in self._processes if number in blamed}
-            self._shared.queue.put_nowait(events.Stuck(own, tuple(n for n in self._processes if n in waiting)))
-            if self._others is not None:
-                self._others.end_stuck(blamed, waiting)
+            stuck = {number: blamed[number] for number in self._processes if number in blamed}
+            self._shared.queue.put_nowait(events.Stuck(stuck, tuple(n for n in self._processes if n in waiting)))
+            self._others.end_stuck(blamed, waiting)
 
-    async def _ask(self) -> dict[int, report.Place]:
+    async def _ask(self) -> dict[Hashable, report.Place]:
         """Where the processes are, by their own word or by Python's stacks."""
         self._places = {}
         asked = dict(self._questions)
