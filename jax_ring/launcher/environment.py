@@ -13,16 +13,20 @@ from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.watching.page import VARIABLE
 
 
+def joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @contextlib.contextmanager
-def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """A TCP port for a coordinator alone."""
+def reserved_address(host: str = "127.0.0.1") -> Iterator[str]:
+    """host:port for a coordinator alone."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family) as holder:
         # The coordinator's socket sets this option too, so it can still bind a port that is bound here without
         # listening.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
-        yield holder.getsockname()[1]
+        yield joined(host, holder.getsockname()[1])
 
 
 def why_unreachable(server: asyncio.Server, host: str) -> str | None:

@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from jax_ring.launcher import environment, events
@@ -13,7 +13,7 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.failures import NO_RANK, Failure
+from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.shared import Outcome, Plan, Remote, Shared, stopped_by
@@ -67,17 +67,17 @@ class Job:
 
     async def _attempts(self) -> Outcome:
         slots = tuple(range(self._options.processes))
-        blamed = -1  # the slot whose process failed last
+        blamed = None  # the slot whose process failed last
         for restart in itertools.count():
             outcome = await self._try(restart, slots)
             failure = outcome.failure
-            if outcome.status == 0 or outcome.is_stopped:
+            if outcome.status == 0 or outcome.is_stopped or outcome.is_ended:
                 break
             if not self.take_restart():
                 self._output.log(f"failed: {failure}")
                 break
-            slot = slots[failure.rank] if failure is not None and failure.rank != NO_RANK else -1
-            if slot == blamed and len(slots) > self._options.min_processes:
+            slot = None if failure is None else dict(enumerate(slots)).get(failure.rank)  # None if not of this host
+            if slot is not None and slot == blamed and len(slots) > self._options.min_processes:
                 slots = tuple(other for other in slots if other != slot)
                 self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
             blamed = slot
@@ -93,12 +93,30 @@ class Job:
         return None if signum is None else stopped_by(signum)
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
-        with environment.reserved_port() as port:
-            plan = Plan(restart, slots, 0, len(slots), f"127.0.0.1:{port}")
+        return await self._lead_attempt(
+            Remote(), "127.0.0.1", lambda coordinator: Plan(restart, slots, 0, len(slots), coordinator)
+        )
+
+    async def _lead_attempt(self, remote: Remote, host: str, plan_of: Callable[[str], Plan]) -> Outcome:
+        """An attempt whose coordination service is here.
+
+        Args:
+          remote: the other hosts.
+          host: a name or an address of this one.
+          plan_of: begins the attempt on the other hosts, with a coordinator, and returns this host's part.
+        """
+        with environment.reserved_address(host) as coordinator:
             service = Service(self._output)
-            service.begin(plan.coordinator, plan.num_processes)
             try:
-                return (await self._watch(plan, Remote())).blamed_on(service.failure())
+                plan = plan_of(coordinator)
+                service.begin(coordinator, plan.num_processes)
+                outcome = (await self._watch(plan, remote)).blamed_on(service.failure())
+                if outcome.status != 0:
+                    # Other launchers end their processes within the same time. After that they are given up.
+                    patience = self._options.failure_grace + self._options.grace
+                    signum, _ = await self._within(remote.stopped(), patience)
+                    outcome = outcome.or_stopped(signum)
+                return outcome
             finally:
                 service.end()
 

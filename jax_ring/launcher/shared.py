@@ -111,7 +111,7 @@ class Outcome(NamedTuple):
       status: for the launcher to exit with if this is the last attempt.
       failure: whose fault, if it failed.
       is_stopped: whether a signal has ended it.
-      is_ended: whether host 0 has.
+      is_ended: whether the job is over, whatever restarts are left.
     """
 
     status: int

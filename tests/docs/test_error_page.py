@@ -63,7 +63,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "with MIN:MAX, time that more than MIN", "with MIN:MAX, the others go on",
     ],
     "checks of what jax_ring itself passes on": [
-        "prctl(PR_SET_PDEATHSIG) failed", "unknown request", "not reached",
+        "prctl(PR_SET_PDEATHSIG) failed", "unknown request",
         "jax_ring: jax_ring.between_hosts needs", "replica groups: ", "partition … is in none of",
         ": the ranks have different numbers", "a group has between 1 and", "the group is not connected",
         "rank … is not of this process", "the memory handle has", ": the CUDA ordinal … is not below",

@@ -309,6 +309,6 @@ def test_help_says_what_it_does(capsys):
     assert "Runs a script as several processes of" in capsys.readouterr().out
 
 
-def test_ports_differ():
-    with environment.reserved_port() as one, environment.reserved_port() as other:
+def test_addresses_differ():
+    with environment.reserved_address() as one, environment.reserved_address() as other:
         assert one != other

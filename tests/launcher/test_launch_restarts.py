@@ -74,9 +74,10 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
 """
     )
     what = r"failed: the coordination service \(pid \d+\) was killed by SIGKILL"
-    status, _, err = run("-n", "1", "--max-restarts", "1", "--backoff", "0", path)
+    status, _, err = run("-n", "1:2", "--max-restarts", "1", "--backoff", "0", path)
     assert status == 0, err
     assert re.search(f"{what}; restart 1 of 1 in 0 s", err), err
+    assert "in two attempts on end" not in err
     status, _, err = run("-n", "1", path)
     assert status == 128 + signal.SIGKILL, err
     assert re.search(f"{what}$", err.strip()), err

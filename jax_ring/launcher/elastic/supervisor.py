@@ -11,7 +11,7 @@ from typing import Any
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic.members import Formation, Membership, Needs, Refusal
-from jax_ring.launcher.environment import reserved_port
+from jax_ring.launcher.environment import reserved_address
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.processes import Process
 from jax_ring.launcher.shared import Shared
@@ -57,7 +57,7 @@ class Elastic:
         self._freed: set[int] = set()  # members that a stuck one kept waiting, which was killed
         self._formed_at = -math.inf  # when the last generation was formed
         self._refused = ""
-        self._ports = contextlib.ExitStack()
+        self._addresses = contextlib.ExitStack()
         self._ready = Service(shared.output)  # for the next generation
         self._services: list[tuple[Service, tuple[int, ...]]] = []  # with the members
 
@@ -67,7 +67,7 @@ class Elastic:
             self._forming.cancel()
         for service in [self._ready, *(service for service, _ in self._services)]:
             service.end()
-        self._ports.close()
+        self._addresses.close()
 
     def enlisted(self, process: Process) -> None:
         """Tells a process at once, if it is to leave."""
@@ -238,7 +238,7 @@ class Elastic:
         """Starts a service and tells the members, unless one has ended."""
         membership = self._membership
         service, self._ready = self._ready, Service(self._shared.output)
-        address = f"127.0.0.1:{self._ports.enter_context(reserved_port())}"
+        address = self._addresses.enter_context(reserved_address())
         service.begin(address, len(formation.members))
         is_started = await service.started()
         if not is_started or any(number not in membership.waiting for number in formation.members):

@@ -39,10 +39,6 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 async def ask(addresses: Iterable[str], silence: float) -> Found:
     """What listens at these addresses; without those that are silent."""
     addresses = tuple(addresses)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts import asking
 from jax_ring.launcher.elastic_hosts.asking import Answer, Found, Refused
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
@@ -36,7 +35,7 @@ class _SignalledError(Exception):
 class ElasticHost(Job):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._order = [asking.joined(*address) for address in options.coordinators]
+        self._order = [environment.joined(*address) for address in options.coordinators]
         self._silence = options.heartbeat_timeout
         self._regroup = self._silence / 4  # how long hosts of the last group may take to come again
         self._register = Register(at_the_beginning(self._order))
@@ -229,27 +228,20 @@ class ElasticHost(Job):
         )
 
     async def _try_on_all(self, leader: Leader, group: Group) -> Outcome:
-        host = asking.split(self._own.address)[0]
-        with environment.reserved_port(host) as port:
-            coordinator = asking.joined(host, port)
-            service = Service(self._output)
-            try:
-                self._forget_all_but_signals()
-                leader.begin(group, coordinator)
-                self._say(group)
-                service.begin(coordinator, group.num_processes)
-                outcome = (await self._watch(self._plan(group, coordinator), leader)).blamed_on(service.failure())
-                if outcome.status != 0:
-                    # Their launchers end their processes within the same time. Otherwise drop them.
-                    patience = self._options.failure_grace + self._options.grace
-                    signum, _ = await self._within(leader.stopped(), patience)
-                    outcome = outcome.or_stopped(signum)
-                    leader.drop_running()
-                return outcome
-            finally:
-                leader.ended()
-                service.end()
-                self._note_enough()
+        def plan_of(coordinator: str) -> Plan:
+            self._forget_all_but_signals()
+            leader.begin(group, coordinator)
+            self._say(group)
+            return self._plan(group, coordinator)
+
+        try:
+            outcome = await self._lead_attempt(leader, asking.split(self._own.address)[0], plan_of)
+            if outcome.status != 0:
+                leader.drop_running()
+            return outcome
+        finally:
+            leader.ended()
+            self._note_enough()
 
     def _plan(self, group: Group, coordinator: str) -> Plan:
         """This host's part of an attempt. A leader that is a spare has no processes."""
@@ -273,7 +265,7 @@ class ElasticHost(Job):
         if self._own.address not in self._order:
             assert self._server is not None
             port = self._server.sockets[0].getsockname()[1]
-            self._own = self._own._replace(address=asking.joined(link.own_address, port))
+            self._own = self._own._replace(address=environment.joined(link.own_address, port))
         options = self._options
         hello = {
             "host": self._own, "node_rank": options.node_rank, "gone": self._gone(), "restarts": self._restarts,

@@ -1,11 +1,9 @@
 """A job on several hosts: what launchers do beside running their own processes."""
 
 import errno
-import itertools
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import Hub, Spoke
@@ -28,49 +26,26 @@ class FirstHost(Job):
             return Outcome(1)
         if (why_not := environment.why_unreachable(server, host)) is not None:
             log(why_not)
-        outcome = await self._all_attempts()
+        outcome = await super()._attempts()
         reason = "" if outcome.status == 0 else f"host 0: {outcome.failure or 'it was told to end'}"
         await self._hub.end(outcome.status, reason)
         return outcome
 
-    async def _all_attempts(self) -> Outcome:
-        options, log = self._options, self._output.log
-        for restart in itertools.count():
-            signum, is_there = await self._within(self._hub.gathered(), options.node_timeout)
-            if signum is not None:
-                return stopped_by(signum)
-            if not is_there:
-                missing = ", ".join(map(str, self._hub.missing()))
-                log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
-                return Outcome(1)
-            outcome = await self._try_on_all(restart)
-            if outcome.status == 0 or outcome.is_stopped:
-                return outcome
-            if not self.take_restart():
-                log(f"failed: {outcome.failure}")
-                return outcome
-            if (stopped := await self._backed_off(outcome.failure)) is not None:
-                return stopped
-        raise AssertionError("not reached")
-
-    async def _try_on_all(self, restart: int) -> Outcome:
+    async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         options = self._options
-        host = options.coordinators[0][0]
-        with environment.reserved_port(host) as port:
-            coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            service = Service(self._output)
-            try:
-                total = self._hub.begin(restart, options.processes, coordinator)
-                service.begin(coordinator, total)
-                plan = Plan(restart, tuple(range(options.processes)), 0, total, coordinator)
-                outcome = (await self._watch(plan, self._hub)).blamed_on(service.failure())
-                if outcome.status != 0:
-                    # Their launchers end their processes within the same time. Otherwise drop them.
-                    signum, _ = await self._within(self._hub.stopped(), options.failure_grace + options.grace)
-                    outcome = outcome.or_stopped(signum)
-                return outcome
-            finally:
-                service.end()
+        signum, is_there = await self._within(self._hub.gathered(), options.node_timeout)
+        if signum is not None:
+            return stopped_by(signum)
+        if not is_there:
+            missing = ", ".join(map(str, self._hub.missing()))
+            self._output.log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
+            return Outcome(1, is_ended=True)
+
+        def plan_of(coordinator: str) -> Plan:
+            total = self._hub.begin(restart, options.processes, coordinator)
+            return Plan(restart, slots, 0, total, coordinator)
+
+        return await self._lead_attempt(self._hub, options.coordinators[0][0], plan_of)
 
 
 class OtherHost(Job):
