@@ -57,7 +57,7 @@ class Attempt:
                     self._start(slot, rank)
                 except OSError as error:
                     failure = Failure(f"rank {rank}", rank, f"could not be started: {error}")
-                    self._failures.add(-1, failure)
+                    self._failures.setdefault(-1, failure)
                     return await self._terminate(signal.SIGTERM, self._options.failure_grace, str(failure))
             return await self._supervise()
         finally:
@@ -135,7 +135,7 @@ class Attempt:
                     self._leaving.change_pending(is_pending, self._running())
                 case events.RemoteLeft(why):
                     if not self._failures:
-                        self._failures.add(-1, Failure("generation", NO_RANK, f"{self._plan.restart} has ended: {why}"))
+                        self._failures[-1] = Failure("generation", NO_RANK, f"{self._plan.restart} has ended: {why}")
                     return await self._terminate(signal.SIGKILL, self._options.failure_grace, why)
                 case events.RemoteEnd(status):
                     return Outcome(status, is_ended=True)
@@ -168,14 +168,14 @@ class Attempt:
 
     def _outcome(self) -> Outcome:
         for number in self._raised:
-            failure, status = self._failures.of(number), self._processes[number].status
+            failure, status = self._failures.get(number), self._processes[number].status
             if failure is not None and status is not None and status > 0:
                 failure.status = status
         if self._elastic is None:
             # Ends that no event has told yet.
             for process in self._processes.values():
                 if process.status and process.number not in self._signalled | self._killed:
-                    self._failures.add(process.number, from_status(process.name, process.rank, process.status))
+                    self._failures.setdefault(process.number, from_status(process.name, process.rank, process.status))
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
@@ -185,28 +185,26 @@ class Attempt:
         assert process.status is not None
         if process.status == 0:
             # An exception that was reported and then caught is no failure.
-            self._failures.forget(process.number)
+            self._failures.pop(process.number, None)
             if self._elastic is not None:
                 self._elastic.finished(process)
             return None
-        failure = from_status(process.name, process.rank, process.status)
-        text = str(failure)
-        reported = self._failures.of(process.number)
-        if reported is not None:
-            if process.number not in self._killed:
-                reported.status = failure.status
-            failure = reported
+        end = from_status(process.name, process.rank, process.status)
+        failure = self._failures.setdefault(process.number, end)  # unless it has reported another
+        if process.number not in self._killed:
+            failure.status = end.status
         if self._elastic is not None:
-            self._failures.survived({process.number, *(other.number for other in self._running())})
-            self._failures.add(process.number, failure)
+            # The job has survived the failures of processes that have ended.
+            running = {process.number, *(other.number for other in self._running())}
+            self._failures = Failures({key: each for key, each in self._failures.items() if key in running})
             return self._elastic.died(process, failure)
-        return self._failed(process.number, failure, text)
+        return self._failed(process.number, failure, str(end))
 
     def _failed(self, key: int | tuple[int, int], failure: Failure, text: str = "") -> str | None:
-        failure = self._failures.add(key, failure)
+        failure = self._failures.setdefault(key, failure)
         if isinstance(key, int) and self._remote.tell_failure(failure):
             return None  # the launcher of host 0 decides
-        if failure.is_own or self._failures.has_own():
+        if self._failures.has_own():
             return text or str(failure)
         self._remind_of_cause()  # the process that it blames may be about to fail too
         return None
@@ -220,7 +218,7 @@ class Attempt:
         """A process should have exited after reporting its failure."""
         if process.status is not None:
             return None
-        failure = self._failures.of(process.number)
+        failure = self._failures.get(process.number)
         waited = f"{failure}; it has not exited within {self._options.failure_grace:g} s"
         if self._elastic is not None:
             self._log(f"{waited}; killing it")
@@ -253,7 +251,7 @@ class Attempt:
             if self._elastic is None:
                 reasons.append(self._failed(process.number, failure))
             else:
-                self._failures.add(process.number, failure)
+                self._failures.setdefault(process.number, failure)
         if self._elastic is not None:
             self._elastic.end_stuck(processes, waiting)
         return next(filter(None, reasons), None)
@@ -318,7 +316,7 @@ class Attempt:
         return members
 
     def _reported(self, process: Process, message: dict, answer) -> Failure:
-        failure = self._failures.add(process.number, from_report(process.name, process.rank, message))
+        failure = self._failures.setdefault(process.number, from_report(process.name, process.rank, message))
         if failure.is_own:
             self._raised.add(process.number)
         answer({"done": True})
@@ -404,4 +402,4 @@ class Attempt:
                 else:
                     answer({"error": "the job is being ended"})
             case events.RemoteFailed(node, failure):
-                self._failures.add((node, failure.rank), failure)
+                self._failures.setdefault((node, failure.rank), failure)

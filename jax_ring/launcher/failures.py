@@ -1,7 +1,6 @@
 """What went wrong in a job, and whose fault it was."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 from jax_ring.launcher.processes import describe_status
@@ -52,38 +51,21 @@ def from_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
     return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
 
 
-class Failures:
-    """An attempt's failures, in the order in which they became known."""
+class Failures(dict[int | tuple[int, int], Failure]):
+    """An attempt's failures, in the order in which they became known.
 
-    def __init__(self) -> None:
-        self._of: dict[int | tuple[int, int], Failure] = {}  # by the launcher's number, or (host, rank) of other hosts
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def of(self, process: int) -> Failure | None:
-        return self._of.get(process)
-
-    def add(self, process: int | tuple[int, int], failure: Failure) -> Failure:
-        """Adds a failure unless the process has one; returns the process's."""
-        return self._of.setdefault(process, failure)
-
-    def forget(self, process: int) -> None:
-        self._of.pop(process, None)
-
-    def survived(self, but: Collection[int]) -> None:
-        """The job has survived all failures but those of these processes."""
-        self._of = {key: failure for key, failure in self._of.items() if key in but}
+    By the launcher's number of the process; by (host, rank) for those of other hosts.
+    """
 
     def first(self) -> Failure | None:
         """The first failure by a process's own fault; without any, the first."""
-        own = [failure for failure in self._of.values() if failure.is_own]
-        return next(iter(own or self._of.values()), None)
+        own = [failure for failure in self.values() if failure.is_own]
+        return next(iter(own or self.values()), None)
 
     def awaited(self) -> set[int]:
         """The ranks that failures blame, and whose own is not known."""
-        blamed = {failure.caused_by for failure in self._of.values() if failure.caused_by is not None}
-        return blamed - {failure.rank for failure in self._of.values()} - {-1}
+        blamed = {failure.caused_by for failure in self.values() if failure.caused_by is not None}
+        return blamed - {failure.rank for failure in self.values()} - {-1}
 
     def has_own(self) -> bool:
-        return any(failure.is_own for failure in self._of.values())
+        return any(failure.is_own for failure in self.values())
