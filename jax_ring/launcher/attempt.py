@@ -97,22 +97,18 @@ class Attempt:
                 queue.put_nowait(event)
 
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
-        # One that joins is no member yet.
-        process = Process(next(self._shared.numbers), slot, rank, Page.new(-1 if joins else 0))
-        member = protocol.Member(0, self._plan.coordinator, self._plan.num_processes, rank)
-        common = environment.Common(
-            self._options.devices, self._plan.restart, self._shared.server.name, self._memory, self._shared.kept,
-            watches=self._options.watch is not None, hosts=self._plan.hosts,
-        )  # fmt: skip
+        number, kept = next(self._shared.numbers), self._shared.kept
+        page = Page.new(-1 if joins else 0)  # one that joins is no member yet
         variables = environment.variables(
-            common, member, slot=slot, number=process.number, page=process.page.file, joins=joins
-        )
+            self._options, self._plan, slot=slot, rank=rank, number=number, socket_name=self._shared.server.name,
+            memory=self._memory, kept=kept, page=page.file, joins=joins,
+        )  # fmt: skip
         try:
-            process.start(self._options.command, self._options.is_module, variables, self._shared.kept)
+            process = Process(self._options, number, slot, rank, page, variables, kept)
         except OSError:
-            process.page.close()
+            page.close()
             raise
-        self._processes[process.number] = process
+        self._processes[number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
         process.copy_output(self._shared.output, label, self._shared.logs.of(self._plan.restart, rank))
         return process

@@ -6,10 +6,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
+from jax_ring.launcher.shared import Plan
 from jax_ring.launcher.watching.page import VARIABLE
 
 
@@ -48,35 +49,16 @@ def kept_files(slots: int) -> tuple[int, ...]:
     return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
 
 
-@dataclass(frozen=True)
-class Common:
-    """What the environments of all processes of a host say alike.
-
-    Attributes:
-      devices: the number of a process's devices, or None.
-      restart: how often the job has been started again.
-      socket_name: of the launcher, for `protocol.Control`.
-      memory: the prefix of names of shared memory.
-      kept: the files that all processes inherit for their commits.
-      watches: whether executions are noted in a program that has no steps.
-      hosts: the index of each host's first process, if hosts come and go.
-    """
-
-    devices: int | None
-    restart: int
-    socket_name: str
-    memory: str
-    kept: Sequence[int]
-    watches: bool = False
-    hosts: Sequence[int] = ()
-
-
 def variables(
-    common: Common,
-    member: protocol.Member,
+    options: Options,
+    plan: Plan,
     *,
     slot: int,
+    rank: int,
     number: int,
+    socket_name: str,
+    memory: str,
+    kept: Sequence[int],
     page: int,
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
@@ -84,10 +66,12 @@ def variables(
     """A process's whole environment.
 
     Args:
-      common: what other processes have as well.
-      member: its place in the generation that it starts in.
       slot: its place on this host, which decides its devices.
+      rank: its index.
       number: the launcher's number of the process.
+      socket_name: of the launcher, for `protocol.Control`.
+      memory: the prefix of names of shared memory.
+      kept: the files that all processes inherit for their commits.
       page: the file in which it notes its steps.
       joins: whether it takes the place of another process of an elastic job.
       outer: the environment of the launcher.
@@ -95,25 +79,26 @@ def variables(
     result = dict(outer)
     for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):
         result.pop(name, None)
-    result |= member.variables() | without_proxy(member.coordinator, outer)
+    result |= protocol.Member(0, plan.coordinator, plan.num_processes, rank).variables()
+    result |= without_proxy(plan.coordinator, outer)
     result |= {
-        protocol.CONTROL_VARIABLE: common.socket_name,
+        protocol.CONTROL_VARIABLE: socket_name,
         protocol.PROCESS_VARIABLE: str(number),
-        protocol.MEMORY_VARIABLE: common.memory,
-        protocol.RESTART_VARIABLE: str(common.restart),
-        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *common.kept))),
+        protocol.MEMORY_VARIABLE: memory,
+        protocol.RESTART_VARIABLE: str(plan.restart),
+        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
         VARIABLE: str(page),
     }
-    if common.watches:
+    if options.watch is not None:
         result[protocol.WATCH_VARIABLE] = "1"
-    if common.hosts:
-        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, common.hosts))
+    if plan.hosts:
+        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, plan.hosts))
     if joins:
         result[protocol.JOIN_VARIABLE] = "1"
-    if (ids := _device_ids(slot, common.devices, outer)) is not None:
+    if (ids := _device_ids(slot, options.devices, outer)) is not None:
         result["JAX_LOCAL_DEVICE_IDS"] = ids
-    if common.devices is not None:
-        result["JAX_NUM_CPU_DEVICES"] = str(common.devices)
+    if options.devices is not None:
+        result["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     return result
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
+from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.watching.page import Page
 
@@ -57,30 +58,33 @@ class Process:
       page: where it notes its steps.
     """
 
-    def __init__(self, number: int, slot: int, rank: int, page: Page) -> None:
-        self.number, self.slot, self.rank, self.page = number, slot, rank, page
-        self.status: int | None = None
-        self.copying: list[asyncio.Task] = []
-        self._process: subprocess.Popen | None = None
-        self._ending: asyncio.Task | None = None  # of its descendants
-
-    def start(
-        self, command: Sequence[str], is_module: bool, environment: dict[str, str], files: Sequence[int] = ()
+    def __init__(
+        self,
+        options: Options,
+        number: int,
+        slot: int,
+        rank: int,
+        page: Page,
+        environment: dict[str, str],
+        files: Sequence[int],
     ) -> None:
         """Starts the process. files: that it inherits.
 
         Raises:
           OSError: if the system cannot.
         """
-        program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if is_module else "script"]
+        self.number, self.slot, self.rank, self.page = number, slot, rank, page
+        self.status: int | None = None
+        self.copying: list[asyncio.Task] = []
+        self._ending: asyncio.Task | None = None  # of its descendants
+        program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if options.is_module else "script"]
         self._process = subprocess.Popen(
-            [*program, *command], env=environment,
+            [*program, *options.command], env=environment,
             start_new_session=True,  # the kernel would stop it where it asks on the terminal, as ssh and getpass do
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(*files, self.page.file),
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
-        assert self._process is not None
         for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
             assert stream is not None
             copy = output.copy(stream, bool(to_stderr), label, self.rank, logs[to_stderr])
@@ -88,7 +92,6 @@ class Process:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -97,7 +100,7 @@ class Process:
 
     def reap(self) -> bool:
         """Whether it has exited since the last call. Its descendants are killed then, after a moment."""
-        if self._process is None or self.status is not None or (status := self._process.poll()) is None:
+        if self.status is not None or (status := self._process.poll()) is None:
             return False
         self.status = status
         self._ending = asyncio.create_task(self._end_descendants())
@@ -114,15 +117,14 @@ class Process:
 
     def send(self, signum: int, *, to_descendants: bool = True) -> None:
         """Signals it and its descendants, if running; SIGKILL gets to these a moment later."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process.returncode is None:
             (os.killpg if to_descendants and signum != signal.SIGKILL else os.kill)(self.pid, signum)
 
     def kill(self) -> None:
         """Kills it, waits for its end, and forgets its steps."""
         self.send(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-            self.reap()
+        self._process.wait()
+        self.reap()
         self.page.close()
 
     async def descendants_ended(self) -> None:

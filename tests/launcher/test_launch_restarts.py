@@ -10,6 +10,7 @@ from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.job import Job
+from jax_ring.launcher.shared import Plan
 
 
 def test_a_failed_job_starts_again(script):
@@ -254,6 +255,12 @@ def test_modules(script, tmp_path, monkeypatch):
     assert out == [f"[0] __main__ {tmp_path.name} ['-n', 'x'] {tmp_path.parent}"]
 
 
+# What `environment.variables` is told of the second process.
+OF_A_PROCESS = {
+    "slot": 1, "rank": 1, "number": 7, "socket_name": "@inner", "memory": "", "kept": (), "page": 3,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("outer", "devices", "expected"),
     [
@@ -267,10 +274,10 @@ def test_modules(script, tmp_path, monkeypatch):
     ],
 )
 def test_devices_of_nested_launches(outer, devices, expected):
-    member = protocol.Member(0, "127.0.0.1:1", 2, 1)
     outer = outer | {protocol.JOIN_VARIABLE: "1"}
-    common = environment.Common(devices, restart=0, socket_name="@inner", memory="", kept=())
-    found = environment.variables(common, member, slot=1, number=7, page=3, outer=outer)
+    found = environment.variables(
+        Options((), devices=devices), Plan(0, (0, 1), 0, 2, "127.0.0.1:1"), **OF_A_PROCESS, outer=outer
+    )
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
     assert protocol.JOIN_VARIABLE not in found
@@ -288,9 +295,7 @@ def test_devices_of_nested_launches(outer, devices, expected):
 )
 def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
     assert without_proxy("[::1]:80", outer) == expected
-    common = environment.Common(1, restart=0, socket_name="@inner", memory="", kept=())
-    member = protocol.Member(0, "[::1]:80", 1, 0)
-    found = environment.variables(common, member, slot=0, number=0, page=3, outer=outer)
+    found = environment.variables(Options(()), Plan(0, (0, 1), 0, 2, "[::1]:80"), **OF_A_PROCESS, outer=outer)
     assert {name: found.get(name) for name in expected} == expected
 
 
