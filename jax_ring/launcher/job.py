@@ -5,8 +5,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
@@ -25,6 +25,17 @@ _LONGEST_BACKOFF_SECONDS = 60.0
 _OUTPUT_LOST = 120  # Python's exit status where all else went well
 # How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
 _DRAIN_SECONDS = 1.0
+
+
+T = TypeVar("T")
+
+
+class SignalledError(Exception):
+    """A signal ends the job."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 class Job:
@@ -47,6 +58,8 @@ class Job:
         await server.start()
         try:
             outcome = await self._attempts()
+        except SignalledError as error:
+            outcome = stopped_by(error.signum)
         finally:
             server.close()
             for file in self._shared.kept:
@@ -81,16 +94,14 @@ class Job:
                 slots = tuple(other for other in slots if other != slot)
                 self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
             blamed = slot
-            if (stopped := await self._backed_off(failure)) is not None:
-                return stopped
+            await self._back_off(failure)
         return outcome
 
-    async def _backed_off(self, failure: Failure | None) -> Outcome | None:
-        """Waits before that restart; returns the outcome if a signal ends the job."""
+    async def _back_off(self, failure: Failure | None) -> None:
+        """Waits before that restart."""
         wait = self.backoff()
         self._output.log(f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s")
-        signum = await self._signal_within(wait)
-        return None if signum is None else stopped_by(signum)
+        await self._unless_signalled(asyncio.sleep(wait))
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         return await self._lead_attempt(
@@ -114,8 +125,12 @@ class Job:
                 if outcome.status != 0:
                     # Other launchers end their processes within the same time. After that they are given up.
                     patience = self._options.failure_grace + self._options.grace
-                    signum, _ = await self._within(remote.stopped(), patience)
-                    outcome = outcome.or_stopped(signum)
+                    try:
+                        await self._unless_signalled(remote.stopped(), patience)
+                    except TimeoutError:
+                        pass
+                    except SignalledError as error:
+                        outcome = outcome.or_stopped(error.signum)
                 return outcome
             finally:
                 service.end()
@@ -166,18 +181,35 @@ class Job:
                 return Outcome(status)
         return None
 
-    async def _signal_within(self, seconds: float | None) -> int | None:
-        """Waits; returns a signal received meanwhile, or None. Other events stay queued."""
+    async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Waits for something.
+
+        Raises:
+          SignalledError: if a signal comes first.
+          TimeoutError: if it takes longer.
+        """
+        task, signals = asyncio.create_task(waiting), asyncio.create_task(self._next_signal())
+        await asyncio.wait({task, signals}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
+        task.cancel()
+        signals.cancel()
+        await asyncio.wait({task, signals})  # the events that it holds are queued again
+        signum = None if signals.cancelled() else signals.result()
+        if is_done:
+            if signum is not None:
+                self._signalled(signum)
+            return task.result()
+        if signum is None:
+            raise TimeoutError
+        raise SignalledError(signum)
+
+    async def _next_signal(self) -> int:
+        """Waits for a signal. Other events stay queued."""
         others: list[events.Event] = []
         try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    event = await self._queue.get()
-                    if isinstance(event, events.Signalled):
-                        return event.signum
-                    others.append(event)
-        except TimeoutError:
-            return None
+            while not isinstance(event := await self._queue.get(), events.Signalled):
+                others.append(event)
+            return event.signum
         finally:
             # Events may arrive out of order. For example, host 0 may announce the job before the connection to it is
             # known.
@@ -185,30 +217,19 @@ class Job:
             for event in others:
                 self._queue.put_nowait(event)
 
-    async def _within(self, waiting: Awaitable[Any], seconds: float | None) -> tuple[int | None, bool]:
-        """Waits for something; returns a signal received meanwhile, and whether it happened."""
-        task = asyncio.ensure_future(waiting)
-        signals = asyncio.create_task(self._signal_within(seconds))
-        await asyncio.wait({task, signals}, return_when=asyncio.FIRST_COMPLETED)
-        is_done = task.done()
-        signum = None if is_done else signals.result()
-        task.cancel()
-        signals.cancel()
-        await asyncio.wait({task, signals})  # the events that it holds are queued again
-        if is_done and not signals.cancelled() and (late := signals.result()) is not None:
-            self._queue.put_nowait(events.Signalled(late))
-        return signum, is_done
-
     async def _drained(self, outcome: Outcome) -> int:
         """Waits until output is written; returns the exit status.
 
         A success waits for slow readers, until a signal; a failure does not.
         """
         patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
-        signum, _ = await self._within(self._all_written(), patience)
-        if outcome.status:
-            return outcome.status
-        return 128 + signum if signum is not None else _OUTPUT_LOST if self._output.is_lost else 0
+        try:
+            await self._unless_signalled(self._all_written(), patience)
+        except SignalledError as error:
+            return outcome.status or 128 + error.signum
+        except TimeoutError:
+            pass
+        return outcome.status or (_OUTPUT_LOST if self._output.is_lost else 0)
 
     async def _all_written(self) -> None:
         copying = set(self._shared.copying)

@@ -11,7 +11,7 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, run, sta
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.control_server import ControlServer
-from jax_ring.launcher.job import Job
+from jax_ring.launcher.job import Job, SignalledError
 from jax_ring.launcher.multi_host.links import Link
 
 # Rank 2 fails when the others have printed.
@@ -190,9 +190,11 @@ def test_events_are_kept_while_something_else_is_awaited():
                 await asyncio.sleep(0)
             job._queue.put_nowait(second)
 
-        assert await job._within(connects(), 10) == (None, True)
+        await job._unless_signalled(connects(), 10)
         job._queue.put_nowait(events.Signalled(signal.SIGTERM))
-        assert await job._signal_within(10) == signal.SIGTERM
+        with pytest.raises(SignalledError) as raised:
+            await job._unless_signalled(asyncio.sleep(10))
+        assert raised.value.signum == signal.SIGTERM
         return [await asyncio.wait_for(job._queue.get(), 10) for _ in range(2)]
 
     assert asyncio.run(scenario()) == [first, second]

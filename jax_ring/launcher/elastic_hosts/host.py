@@ -4,8 +4,6 @@ import asyncio
 import errno
 import secrets
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
@@ -17,19 +15,11 @@ from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import LINE_BYTES, Link
-from jax_ring.launcher.shared import Outcome, Plan, stopped_by
+from jax_ring.launcher.shared import Outcome, Plan
 
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
 _ASK_SECONDS = 1.0
-
-T = TypeVar("T")
-
-
-class _SignalledError(Exception):
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
 
 
 class ElasticHost(Job):
@@ -54,8 +44,6 @@ class ElasticHost(Job):
                 outcome = await (self._lead() if leader is None else self._follow(leader))
                 if outcome is not None:
                     return outcome
-        except _SignalledError as error:
-            return stopped_by(error.signum)
         except TimeoutError:
             self._output.log(f"failed: {self._why_not()}")
             return Outcome(1)
@@ -158,7 +146,7 @@ class ElasticHost(Job):
         failure = None
         try:
             while True:
-                group = await self._unless_signalled(self._formed(self._leader), None)
+                group = await self._unless_signalled(self._formed(self._leader))
                 if group is None:
                     return None
                 self._restarts = self._leader.restarts
@@ -169,8 +157,7 @@ class ElasticHost(Job):
                         await self._leader.end(1, reason)
                         return Outcome(failure.status if failure else 1, failure)
                     self._leader.restarts = self._restarts
-                    if (stopped := await self._backed_off(failure)) is not None:
-                        return stopped
+                    await self._back_off(failure)
                 if not self._leader.is_complete(group):
                     continue
                 outcome = await self._try_on_all(self._leader, group)
@@ -299,7 +286,7 @@ class ElasticHost(Job):
                     event = await self._queue.get()
             except TimeoutError:
                 # The leader may need to know who has ended.
-                await self._unless_signalled(self._ask(), None)
+                await self._unless_signalled(self._ask())
                 follower.tell_gone(self._gone())
                 continue
             if (end := self._end_of(event)) is not None:
@@ -320,21 +307,6 @@ class ElasticHost(Job):
                     follower.tell_stopped(outcome.failure)
 
     # ---- Waits -------------------------------------------------------------------------------------------------------
-
-    async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None) -> T:
-        """Waits for something.
-
-        Raises:
-          _SignalledError: if a signal comes first.
-          TimeoutError: if it takes longer.
-        """
-        task = asyncio.create_task(waiting)
-        signum, is_done = await self._within(task, seconds)
-        if is_done:
-            return task.result()
-        if signum is None:
-            raise TimeoutError
-        raise _SignalledError(signum)
 
     def _forget_all_but_signals(self) -> None:
         for _ in range(self._queue.qsize()):

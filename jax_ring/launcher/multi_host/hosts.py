@@ -5,7 +5,7 @@ import errno
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
-from jax_ring.launcher.job import Job
+from jax_ring.launcher.job import Job, SignalledError
 from jax_ring.launcher.multi_host.links import Hub, Spoke
 from jax_ring.launcher.shared import Outcome, Plan, stopped_by
 
@@ -26,17 +26,19 @@ class FirstHost(Job):
             return Outcome(1)
         if (why_not := environment.why_unreachable(server, host)) is not None:
             log(why_not)
-        outcome = await super()._attempts()
+        try:
+            outcome = await super()._attempts()
+        except SignalledError as error:
+            outcome = stopped_by(error.signum)
         reason = "" if outcome.status == 0 else f"host 0: {outcome.failure or 'it was told to end'}"
         await self._hub.end(outcome.status, reason)
         return outcome
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         options = self._options
-        signum, is_there = await self._within(self._hub.gathered(), options.node_timeout)
-        if signum is not None:
-            return stopped_by(signum)
-        if not is_there:
+        try:
+            await self._unless_signalled(self._hub.gathered(), options.node_timeout)
+        except TimeoutError:
             missing = ", ".join(map(str, self._hub.missing()))
             self._output.log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
             return Outcome(1, is_ended=True)
@@ -57,10 +59,9 @@ class OtherHost(Job):
         self._spoke = Spoke(options.node_rank, self._queue)
         host, port = options.coordinators[0]
         connecting = self._spoke.connect(host, port, options.nnodes, options.processes)
-        signum, is_there = await self._within(connecting, options.node_timeout)
-        if signum is not None:
-            return stopped_by(signum)
-        if not is_there:
+        try:
+            await self._unless_signalled(connecting, options.node_timeout)
+        except TimeoutError:
             log(f"failed: no launcher of host 0 at {host}:{port} within {options.node_timeout:g} s (--node-timeout)")
             return Outcome(1)
         try:
