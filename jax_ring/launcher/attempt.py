@@ -43,7 +43,10 @@ class Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
-        self._forget_events()
+        # Those of the last attempt.
+        events.forget(
+            self._shared.queue, but=events.Signalled | events.RemoteStop | events.RemotePending | events.RemoteEnd
+        )
         watching = [asyncio.create_task(self._watcher.run())]
         if self._leaving is not None:
             stopped = self._leaving.watch_stopped(self._running, self._options.heartbeat_timeout)
@@ -87,14 +90,6 @@ class Attempt:
         """Signals the processes alone: their descendants might end by it."""
         for process in self._running():
             process.send(signum, to_descendants=False)
-
-    def _forget_events(self) -> None:
-        """Drops the last attempt's events, except signals."""
-        queue = self._shared.queue
-        for _ in range(queue.qsize()):
-            event = queue.get_nowait()
-            if isinstance(event, events.Signalled | events.RemoteStop | events.RemotePending | events.RemoteEnd):
-                queue.put_nowait(event)
 
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
         number, kept = next(self._shared.numbers), self._shared.kept

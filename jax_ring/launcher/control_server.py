@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import protocol
-
-# Called with a process's number, its message and a function to answer it. The answer may come later.
-Handler = Callable[[int, dict[str, Any], Callable[[dict[str, Any]], None]], None]
+from jax_ring.launcher.events import Answer
 
 
 class ControlServer:
     """Listens to the processes of this launcher.
 
+    handler: called with a process's number, its message and a function to answer it.
+
     Attributes:
       name: of the socket, for `JAX_RING_CONTROL`.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Callable[[int, dict[str, Any], Answer], None]) -> None:
         self._handler = handler
         # A killed launcher leaves no files behind in the abstract namespace.
         self.name = f"@jax_ring-{secrets.token_hex(16)}"

@@ -1,10 +1,15 @@
 """What a launcher waits for."""
 
+import asyncio
 from collections.abc import Callable
+from types import UnionType
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.elastic_hosts.groups import Group
 from jax_ring.launcher.failures import Failure
+
+# Answers a process. The answer may come later.
+Answer = Callable[[dict[str, Any]], None]
 
 
 class Due(NamedTuple):
@@ -22,7 +27,7 @@ class Asked(NamedTuple):
 
     process: int
     message: dict[str, Any]
-    answer: Callable[[dict[str, Any]], None]
+    answer: Answer
 
 
 class Stuck(NamedTuple):
@@ -107,3 +112,10 @@ Event = (
     | RemoteStop
     | RemoteEnd
 )
+
+
+def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:
+    """Drops the events that are queued, but those of some types."""
+    for _ in range(queue.qsize()):
+        if isinstance(event := queue.get_nowait(), but):
+            queue.put_nowait(event)

@@ -49,7 +49,7 @@ class Job:
     async def run(self) -> int:
         """Returns the launcher's exit status."""
         self._output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
-        server = ControlServer(lambda process, message, answer: self._asked(process, message, answer))
+        server = ControlServer(lambda *question: self._queue.put_nowait(events.Asked(*question)))
         self._shared = Shared(
             self._options, self._output, self._queue, server, self._numbers, LogFiles(self._options.log_dir), [],
             self.take_restart, self.backoff, environment.kept_files(self._options.processes),
@@ -141,9 +141,6 @@ class Job:
             return await self._attempt.run()
         finally:
             self._attempt = None
-
-    def _asked(self, process: int, message: dict, answer) -> None:
-        self._queue.put_nowait(events.Asked(process, message, answer))
 
     def _receive_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -6,7 +6,6 @@ import functools
 import math
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.coordinator.process import Service
@@ -19,8 +18,6 @@ from jax_ring.launcher.shared import Shared
 _TICK_SECONDS = 0.1
 # By then all members of a generation have connected to its service.
 _CONNECT_SECONDS = 30.0
-
-Answer = Callable[[dict[str, Any]], None]
 
 
 class Elastic:
@@ -45,7 +42,7 @@ class Elastic:
         for process in processes:
             if process.status is not None:
                 self._membership.ended(process.number)
-        self._answers: dict[int, Answer] = {}  # to processes that wait for a generation
+        self._answers: dict[int, events.Answer] = {}  # to processes that wait for a generation
         self._replacing = 0  # processes to start after a back-off
         self._has_finished = False  # whether a process has exited with status 0
         self.late: Failure | None = None  # of a member, the first after that
@@ -74,7 +71,7 @@ class Elastic:
         if self._told:
             self._tell(process.number)
 
-    def left(self, process: Process, after: int, reason: str, answer: Answer) -> None:
+    def left(self, process: Process, after: int, reason: str, answer: events.Answer) -> None:
         """A process has left a generation, and waits for the answer, which is the next.
 
         Raises:

@@ -90,12 +90,17 @@ class Register:
         later = {group for group in (*self.accepted, *accepted) if group.number > self.started.number}
         self.accepted = tuple(sorted(later))
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Those of which one is the last to have started."""
+        return self.started, *self.accepted
+
     def next_number(self) -> int:
-        return max(group.number for group in (self.started, *self.accepted)) + 1
+        return max(group.number for group in self.groups) + 1
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether these hosts are enough, whichever of the groups has started last."""
-        return all(group.may_go_on(present, gone) for group in (self.started, *self.accepted))
+        return all(group.may_go_on(present, gone) for group in self.groups)
 
 
 def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, multiple_of: int | None) -> tuple[Host, ...]:

@@ -98,7 +98,7 @@ class ElasticHost(Job):
 
     async def _ask(self) -> Found:
         """Asks all that this launcher knows of, and notes who has ended."""
-        hosts = {host for group in self._groups() if group.number for host in group.hosts}
+        hosts = {host for group in self._register.groups if group.number for host in group.hosts}
         addresses = {*self._order, *(host.address for host in hosts)} - {self._own.address}
         found = await asking.ask(addresses, self._silence)
         for host in hosts:
@@ -111,11 +111,8 @@ class ElasticHost(Job):
                 self._evidence.ended(host.id)
         return found
 
-    def _groups(self) -> tuple[Group, ...]:
-        return self._register.started, *self._register.accepted
-
     def _gone(self) -> list[str]:
-        return [host for group in self._groups() for host in self._evidence.gone(self._own.id, group)]
+        return [host for group in self._register.groups for host in self._evidence.gone(self._own.id, group)]
 
     async def _search(self) -> str | None:
         """The address of the launcher that leads; None if this one is to."""
@@ -216,7 +213,7 @@ class ElasticHost(Job):
 
     async def _try_on_all(self, leader: Leader, group: Group) -> Outcome:
         def plan_of(coordinator: str) -> Plan:
-            self._forget_all_but_signals()
+            events.forget(self._queue, but=events.Signalled)
             leader.begin(group, coordinator)
             self._say(group)
             return self._plan(group, coordinator)
@@ -244,7 +241,7 @@ class ElasticHost(Job):
 
     async def _follow(self, address: str) -> Outcome | None:
         """Follows a launcher until the job ends; returns None if that is lost."""
-        self._forget_all_but_signals()
+        events.forget(self._queue, but=events.Signalled)
         try:
             link = await asking.connected(address, self._silence)
         except OSError:
@@ -307,11 +304,6 @@ class ElasticHost(Job):
                     follower.tell_stopped(outcome.failure)
 
     # ---- Waits -------------------------------------------------------------------------------------------------------
-
-    def _forget_all_but_signals(self) -> None:
-        for _ in range(self._queue.qsize()):
-            if isinstance(event := self._queue.get_nowait(), events.Signalled):
-                self._queue.put_nowait(event)
 
     def _left(self) -> float:
         """How long this host may wait for others."""

@@ -160,7 +160,7 @@ class Leader(Leads[str]):
         """Proposes a group to all hosts that are here; None if one has not accepted, and is dropped."""
         group = Group(self._register.next_number(), hosts)
         self._register.learn(self._register.started, [group])
-        asked, known = list(self.guests.values()), (self._register.started, self._register.accepted)
+        asked, known = list(self.guests.values()), self._register.groups
         for guest in asked:
             guest.link.send({"propose": group})
         until = time.monotonic() + seconds
@@ -172,7 +172,7 @@ class Leader(Leads[str]):
                     self._lose(guest)
                 return None
             await self.next_change(0.2)
-        if known != (self._register.started, self._register.accepted):
+        if known != self._register.groups:
             return None  # a host has come that knows of another group
         self._register.learn(group, [])
         return group

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from jax_ring.launcher import events
@@ -19,8 +19,6 @@ _ANSWER_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.5
 _OTHER_HOSTS_SECONDS = 4.0  # for both, and the way there and back
 
-Answer = Callable[[dict[str, Any]], None]
-
 
 class Watcher:
     """Watches the processes of an attempt: those of all hosts, or for a launcher that does.
@@ -32,7 +30,7 @@ class Watcher:
         self._shared, self._options, self._processes = shared, shared.options, processes
         self._remote, self._others = remote, remote.others
         self._comparison = Comparison()
-        self._questions: dict[int, Answer] = {}  # to processes that wait to be asked where they are
+        self._questions: dict[int, events.Answer] = {}  # to processes that wait to be asked where they are
         self._places: dict[Hashable, report.Place] = {}  # what they have answered
         self._answered = asyncio.Event()
         self._compiling: set[tuple[int, int]] = set()  # reported compilations: process, and when it began
@@ -72,7 +70,7 @@ class Watcher:
         for number, process in self._processes.items():
             self._remote.tell_progress(process, places.get(number))
 
-    def asked(self, process: Process, message: dict[str, Any], answer: Answer) -> None:
+    def asked(self, process: Process, message: dict[str, Any], answer: events.Answer) -> None:
         """A process waits to be asked, and says where it is if it was."""
         if place := message.get("place"):
             self._places[process.number] = report.Place(*place)
