@@ -13,29 +13,14 @@ _MOST_DEVICES = 4096  # their indices fit into a variable
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run, and how; times in seconds.
+    """What to run, and how: the options of the command line, with times in seconds.
 
     Attributes:
       command: script or module, with arguments.
-      is_module: whether `command` is a module.
       min_processes: of this host, without which the job ends.
-      processes: of this host.
-      devices: of each process, if given.
-      max_restarts: of processes.
-      backoff: before the first restart, then doubled.
-      grace: for processes after a signal to the launcher, or an exception of their own.
-      failure_grace: for them after another has failed.
-      leave_timeout: for members of an elastic job to leave a generation after the first.
-      log_dir: for a file of output per process, if given.
-      watch: for a step, or an execution of a program that is not edited; None without.
-      on_stuck: what to do after that, if given: "report", or "end" the job as well.
       nnodes: the number of hosts; if they may come and go, the largest one.
       min_nodes: if hosts may come and go, how many are enough; else 0.
-      node_rank: this host's index, if given.
       coordinators: where launchers listen to the others, in the order in which they may lead: (host, port).
-      node_timeout: for hosts to find each other, at the start and after a failure.
-      join_timeout: at the start, for more hosts than are enough.
-      heartbeat_timeout: how long a host that comes and goes may be silent.
     """
 
     command: tuple[str, ...]
@@ -75,17 +60,15 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
             "give --nnodes MIN:MAX"
         )
     _check_program(parser, given.script, given.module)
-    as_given = (
-        "devices", "max_restarts", "backoff", "grace", "failure_grace", "leave_timeout", "log_dir", "watch",
-        "on_stuck", "node_timeout", "join_timeout", "heartbeat_timeout",
-    )  # fmt: skip
-    return Options(
-        command=(given.script, *given.arguments), is_module=given.module, min_processes=fewest, processes=most,
-        nnodes=nnodes, min_nodes=min_nodes if comes_and_goes else 0,
-        node_rank=given.node_rank if comes_and_goes else given.node_rank or 0,
-        coordinators=_coordinators(parser, given, nnodes, comes_and_goes),
-        **{name: getattr(given, name) for name in as_given},
-    )  # fmt: skip
+    options = {name: value for name, value in vars(given).items() if name in Options.__annotations__}
+    options |= {
+        "command": (given.script, *given.arguments), "is_module": given.module,
+        "min_processes": fewest, "processes": most,
+        "min_nodes": min_nodes if comes_and_goes else 0, "nnodes": nnodes,
+        "node_rank": given.node_rank if comes_and_goes else given.node_rank or 0,
+        "coordinators": _coordinators(parser, given, nnodes, comes_and_goes),
+    }  # fmt: skip
+    return Options(**options)
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
@@ -228,13 +211,12 @@ def _check_program(parser: argparse.ArgumentParser, script: str, is_module: bool
         return
     # Only the top-level name: looking further would import the package.
     first = script.partition(".")[0]
-    original = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.util.find_spec(first)
     except (ImportError, ValueError):
         found = None
     finally:
-        sys.path[:] = original
+        del sys.path[0]
     if found is None:
         parser.error(f"there is no module {script!r} in {os.getcwd()} or on Python's path")
