@@ -18,8 +18,7 @@ _PAUSE_SECONDS = 0.1
 # A longer line is passed on in pieces of this size, so that it does not stay in memory as a whole.
 _LINE_BYTES = 1 << 20
 _ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
-# A \r at the end of the data may be the first half of \r
-# .
+# A \r at the end of the data may be the first half of \r\n.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 

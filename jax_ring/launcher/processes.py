@@ -134,11 +134,15 @@ class Process:
 
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it, if the system tells."""
-        try:
-            state = pathlib.Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return False
-        return state in "Tt"
+        return state_of(self.pid) in ("T", "t")
+
+
+def state_of(pid: int) -> str:
+    """A process's state, as in `ps`; empty if there is none."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
 
 
 def format_ranks(processes: Iterable[Process]) -> str:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.failures import NO_RANK, Failure, from_status
 from jax_ring.launcher.output import Output
+from jax_ring.launcher.processes import state_of
 
 _copying: set[asyncio.Task] = set()  # references, so that running tasks are not garbage-collected
 _PROGRAM = pathlib.Path(__file__).parent / "server.py"
@@ -55,19 +56,12 @@ class Service:
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
-        if self._is_dying():
+        if state_of(self._process.pid) == "Z":  # its main thread has ended, the others may take a moment
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_DYING_SECONDS)
         status = self._process.poll()
         name = f"the coordination service (pid {self._process.pid})"
         return None if status is None else from_status(name, NO_RANK, status)
-
-    def _is_dying(self) -> bool:
-        """Whether its main thread has ended, but maybe not the others: its status is there when they have, soon."""
-        try:
-            return pathlib.Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-        except OSError:
-            return False
 
     def end(self) -> None:
         """Ends it; clients still connected abort."""
