@@ -9,9 +9,10 @@ from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.elastic.members import Needs
 from jax_ring.launcher.elastic.supervisor import Elastic
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
 from jax_ring.launcher.processes import Process, format_ranks
-from jax_ring.launcher.shared import Outcome, Plan, Remote, Shared
+from jax_ring.launcher.shared import Outcome, Remote, Shared
 from jax_ring.launcher.watching.page import Page
 from jax_ring.launcher.watching.watcher import Watcher
 

@@ -1,4 +1,4 @@
-"""Environment variables of launched processes, and ports for coordinators."""
+"""What a host starts: the plan of an attempt, the variables of its processes, and addresses for coordinators."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
-from jax_ring.launcher.shared import Plan
 from jax_ring.launcher.watching.page import VARIABLE
 
 
@@ -47,6 +47,26 @@ def why_unreachable(server: asyncio.Server, host: str) -> str | None:
 def kept_files(slots: int) -> tuple[int, ...]:
     """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open."""
     return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
+
+
+class Plan(NamedTuple):
+    """What to start.
+
+    Attributes:
+      restart: how often the job was restarted.
+      slots: the places used on this host, which decide the devices.
+      first: index of this host's first process.
+      num_processes: of all hosts.
+      coordinator: host:port of the coordination service.
+      hosts: the index of each host's first process, if hosts come and go.
+    """
+
+    restart: int
+    slots: tuple[int, ...]
+    first: int
+    num_processes: int
+    coordinator: str
+    hosts: tuple[int, ...] = ()
 
 
 def variables(

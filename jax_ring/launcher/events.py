@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, NamedTuple
 
-from jax_ring.launcher.elastic_hosts.groups import Group
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
 
 # Answers a process. The answer may come later.
@@ -50,17 +50,8 @@ class RemoteFailed(NamedTuple):
 class RemoteChanged(NamedTuple): ...
 
 
-class RemoteStart(NamedTuple):
-    """Host 0's launcher starts an attempt: the fields of its plan that all hosts share."""
-
-    restart: int
-    first: int
-    num_processes: int
-    coordinator: str
-
-
 class RemoteStop(NamedTuple):
-    """Host 0's launcher ends this host's processes, within a grace period in seconds."""
+    """The launcher that leads ends this host's processes, within a grace period in seconds."""
 
     signum: int
     grace: float
@@ -68,16 +59,14 @@ class RemoteStop(NamedTuple):
 
 
 class RemoteBegin(NamedTuple):
-    """The leading launcher starts an attempt.
+    """The launcher that leads starts an attempt.
 
     Attributes:
-      group: of which this host is one.
-      coordinator: host:port of the coordination service.
+      plan: this host's part of it.
       restarts: used up by the job so far.
     """
 
-    group: Group
-    coordinator: str
+    plan: Plan
     restarts: int
 
 
@@ -105,7 +94,6 @@ Event = (
     | Stuck
     | RemoteFailed
     | RemoteChanged
-    | RemoteStart
     | RemoteBegin
     | RemotePending
     | RemoteLeft

@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
@@ -13,10 +13,11 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
-from jax_ring.launcher.shared import Outcome, Plan, Remote, Shared, stopped_by
+from jax_ring.launcher.shared import Outcome, Remote, Shared, stopped_by
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Those that mean what the script makes of them, and do not end the job.
@@ -42,7 +43,6 @@ class Job:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._queue: asyncio.Queue[events.Event] = asyncio.Queue()
-        self._numbers: Iterator[int] = itertools.count()
         self._restarts = 0  # used so far
         self._attempt: Attempt | None = None
 
@@ -51,7 +51,7 @@ class Job:
         self._output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
         server = ControlServer(lambda *question: self._queue.put_nowait(events.Asked(*question)))
         self._shared = Shared(
-            self._options, self._output, self._queue, server, self._numbers, LogFiles(self._options.log_dir), [],
+            self._options, self._output, self._queue, server, itertools.count(), LogFiles(self._options.log_dir), [],
             self.take_restart, self.backoff, environment.kept_files(self._options.processes),
         )  # fmt: skip
         self._receive_signals()

@@ -1,4 +1,4 @@
-"""What a job's attempts are given, share, know of other hosts, and come to."""
+"""What a job's attempts share, know of other hosts, and come to."""
 
 import asyncio
 import dataclasses
@@ -82,26 +82,6 @@ class Remote:
 
     def tell_progress(self, process: Process, place: Place | None) -> None:
         """Tells it how far a process is, and where."""
-
-
-class Plan(NamedTuple):
-    """What to start.
-
-    Attributes:
-      restart: how often the job was restarted.
-      slots: the places used on this host, which decide the devices.
-      first: index of this host's first process.
-      num_processes: of all hosts.
-      coordinator: host:port of the coordination service.
-      hosts: the index of each host's first process, if hosts come and go.
-    """
-
-    restart: int
-    slots: tuple[int, ...]
-    first: int
-    num_processes: int
-    coordinator: str
-    hosts: tuple[int, ...] = ()
 
 
 class Outcome(NamedTuple):

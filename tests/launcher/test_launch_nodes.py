@@ -11,6 +11,7 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, run, sta
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job, SignalledError
 from jax_ring.launcher.multi_host.links import Link
 
@@ -178,7 +179,7 @@ def test_a_stranger_at_a_port(line):
 
 def test_events_are_kept_while_something_else_is_awaited():
     """Host 0 starts a job at once when the last host connects, which may not know yet that it has."""
-    first, second = events.RemoteStart(0, 1, 2, "127.0.0.1:1"), events.RemoteChanged()
+    first, second = events.RemoteBegin(Plan(0, (0,), 1, 2, "127.0.0.1:1"), 0), events.RemoteChanged()
 
     async def scenario():
         job = Job.__new__(Job)

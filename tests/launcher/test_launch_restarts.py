@@ -9,8 +9,8 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, command_with, run, start
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job
-from jax_ring.launcher.shared import Plan
 
 
 def test_a_failed_job_starts_again(script):

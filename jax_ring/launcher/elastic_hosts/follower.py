@@ -63,7 +63,8 @@ class Follower(Led):
         group = Group.of_message(start["group"])
         self._register.learn(group, [])
         self._begin(group.number, group.ids.index(self._own_id))
-        self._queue.put_nowait(events.RemoteBegin(group, start["coordinator"], start["restarts"]))
+        plan = group.plan_of(self._own_id, start["coordinator"])
+        self._queue.put_nowait(events.RemoteBegin(plan, start["restarts"]))
 
     # Called by the attempt:
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.elastic.members import num_members
+from jax_ring.launcher.environment import Plan
 
 
 class Host(NamedTuple):
@@ -43,6 +44,12 @@ class Group(NamedTuple):
     def firsts(self) -> tuple[int, ...]:
         """The index of each host's first process."""
         return tuple(itertools.accumulate((host.processes for host in self.hosts[:-1]), initial=0))
+
+    def plan_of(self, host: str, coordinator: str) -> Plan:
+        """The part of a host with an id. One that is not of the group, such as a leader, has no processes."""
+        parts = {each.id: (first, each.processes) for each, first in zip(self.hosts, self.firsts, strict=True)}
+        first, count = parts.get(host, (0, 0))
+        return Plan(self.number - 1, tuple(range(count)), first, self.num_processes, coordinator, self.firsts)
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether hosts with these ids are enough of the group for a next one.

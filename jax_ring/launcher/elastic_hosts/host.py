@@ -13,9 +13,10 @@ from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.follower import Follower
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
 from jax_ring.launcher.elastic_hosts.leader import Leader
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.multi_host.links import LINE_BYTES, Link
-from jax_ring.launcher.shared import Outcome, Plan
+from jax_ring.launcher.shared import Outcome
 
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
@@ -216,7 +217,7 @@ class ElasticHost(Job):
             events.forget(self._queue, but=events.Signalled)
             leader.begin(group, coordinator)
             self._say(group)
-            return self._plan(group, coordinator)
+            return group.plan_of(self._own.id, coordinator)
 
         try:
             outcome = await self._lead_attempt(leader, asking.split(self._own.address)[0], plan_of)
@@ -226,12 +227,6 @@ class ElasticHost(Job):
         finally:
             leader.ended()
             self._note_enough()
-
-    def _plan(self, group: Group, coordinator: str) -> Plan:
-        """This host's part of an attempt. A leader that is a spare has no processes."""
-        processes = {host.id: (first, host.processes) for host, first in zip(group.hosts, group.firsts, strict=True)}
-        first, count = processes.get(self._own.id, (0, 0))
-        return Plan(group.number - 1, tuple(range(count)), first, group.num_processes, coordinator, group.firsts)
 
     def _say(self, group: Group) -> None:
         hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
@@ -293,9 +288,9 @@ class ElasticHost(Job):
                     self._output.log(event.reason)
                     self._note_enough()
                     return None
-                case events.RemoteBegin(group, coordinator, restarts):
+                case events.RemoteBegin(plan, restarts):
                     self._restarts = restarts
-                    outcome = await self._watch(self._plan(group, coordinator), follower)
+                    outcome = await self._watch(plan, follower)
                     self._note_enough()
                     if outcome.is_stopped or outcome.is_ended:
                         return outcome

@@ -5,9 +5,10 @@ import errno
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job, SignalledError
 from jax_ring.launcher.multi_host.links import Hub, Spoke
-from jax_ring.launcher.shared import Outcome, Plan, stopped_by
+from jax_ring.launcher.shared import Outcome, stopped_by
 
 
 class FirstHost(Job):
@@ -70,15 +71,12 @@ class OtherHost(Job):
             await self._spoke.close()
 
     async def _follow(self) -> Outcome:
-        options = self._options
         while True:
             event = await self._queue.get()
             if (end := self._end_of(event)) is not None:
                 return end
-            if isinstance(event, events.RemoteStart):
-                restart, first, num_processes, coordinator = event
-                slots = tuple(range(options.processes))
-                outcome = await self._watch(Plan(restart, slots, first, num_processes, coordinator), self._spoke)
+            if isinstance(event, events.RemoteBegin):
+                outcome = await self._watch(event.plan, self._spoke)
                 if outcome.is_stopped or outcome.is_ended:
                     return outcome
                 self._spoke.tell_stopped()

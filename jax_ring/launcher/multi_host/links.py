@@ -14,6 +14,7 @@ import time
 from typing import Any, Generic, TypeVar
 
 from jax_ring.launcher import events
+from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.processes import Process
 from jax_ring.launcher.protocol import encode
@@ -343,15 +344,16 @@ class Spoke(Led):
             except OSError:
                 await asyncio.sleep(_RETRY_SECONDS)
         self._link = Link(reader, writer)
+        self._slots = tuple(range(processes))
         self._link.send({"node": self._node, "nnodes": nnodes, "processes": processes})
         self._receiving = asyncio.create_task(self._receive())
 
     async def _receive(self) -> None:
         while (message := await self._link.receive()) is not None:
             if "start" in message:
-                start = events.RemoteStart(*message["start"])
-                self._begin(start.restart, self._node)
-                self._queue.put_nowait(start)
+                restart, *others = message["start"]
+                self._begin(restart, self._node)
+                self._queue.put_nowait(events.RemoteBegin(Plan(restart, self._slots, *others), restart))
             elif self._take(message):
                 return
         self.is_lost = True
