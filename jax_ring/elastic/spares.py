@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_ring.elastic.snapshots import Snapshot
-from jax_ring.launcher.protocol import CONTROL_VARIABLE
+from jax_ring.launcher.protocol import CONTROL_VARIABLE, is_own_user
 
 # Spares and members learn of a new generation at the same time. There may be no spare, and the other members wait.
 _APPEARS_WITHIN_SECONDS = 2.0
@@ -80,7 +79,7 @@ def _asked(place: Place, snapshot: Snapshot, owner: int) -> np.ndarray | None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TRANSFER_SECONDS)
             connection.connect(place.address)
-            if not _is_own_user(connection):
+            if not is_own_user(connection):
                 return None
             connection.sendall(json.dumps([snapshot.number, owner]).encode())
             connection.shutdown(socket.SHUT_WR)
@@ -99,14 +98,9 @@ def _serve(listener: socket.socket, snapshots: Sequence[Snapshot]) -> None:
             return
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
             connection.settimeout(_TRANSFER_SECONDS)
-            if not _is_own_user(connection):
+            if not is_own_user(connection):
                 continue
             number, owner = json.loads(connection.recv(_REQUEST_BYTES))
             for snapshot in snapshots:
                 if snapshot.number == number and owner in (snapshot.held or ()):
                     connection.sendall(snapshot.packed(owner).tobytes())
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.geteuid()

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import secrets
-import socket
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +43,7 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         process = None
         try:
-            if _peer_user(writer.get_extra_info("socket")) != os.geteuid():
+            if not protocol.is_own_user(writer.get_extra_info("socket")):
                 return
             while line := await reader.readline():
                 message = json.loads(line)
@@ -63,8 +60,3 @@ class ControlServer:
             if process is not None:
                 self._connections[process].discard(writer)
             writer.close()
-
-
-def _peer_user(connection: Any) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]

@@ -10,6 +10,7 @@ import os
 import pathlib
 import select
 import socket
+import struct
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -239,6 +240,12 @@ class Control:
             self._change_pending = message["change_pending"]
             return None
         return message
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.geteuid()
 
 
 def socket_address(name: str) -> str:

@@ -79,18 +79,13 @@ def best_leader(found: Found, order: list[str]) -> str | None:
 
     order: addresses; earlier ones are preferred.
     """
-    leaders = [address for address, each in found.items() if isinstance(each, Answer) and each.state == LEADS]
-    return max(leaders, key=lambda address: _rank(found[address], address, order), default=None)
+    leaders = {address: each for address, each in found.items() if isinstance(each, Answer) and each.state == LEADS}
 
+    def rank(address: str) -> tuple[int, bool, int]:
+        place = order.index(address) if address in order else len(order)
+        return leaders[address].number, leaders[address].runs, -place
 
-def is_better(address: str, found: Found, own: Answer, own_address: str, order: list[str]) -> bool:
-    """Whether the launcher there is to lead rather than this one."""
-    return _rank(found[address], address, order) > _rank(own, own_address, order)
-
-
-def _rank(answer: Answer | Refused, address: str, order: list[str]) -> tuple[int, bool, int]:
-    assert isinstance(answer, Answer)
-    return answer.number, answer.runs, -order.index(address) if address in order else -len(order)
+    return max(leaders, key=rank, default=None)
 
 
 async def serve(link: Link, answer: Answer) -> None:

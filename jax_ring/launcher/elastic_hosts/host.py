@@ -186,8 +186,8 @@ class ElasticHost(Job):
             if asked is None or now - asked > _ASK_SECONDS:
                 found = await self._ask()
                 asked = time.monotonic()
-                better = asking.best_leader(found, self._order)
-                if better and asking.is_better(better, found, self._answer(), self._own.address, self._order):
+                all_found = {self._own.address: self._answer()} | found
+                if asking.best_leader(all_found, self._order) != self._own.address:
                     return None
             hosts = leader.hosts()
             if hosts and leader.is_enough(self._gone()):
