@@ -160,6 +160,9 @@ class Elastic:
             self._told = True
             for number in membership.members:
                 self._tell(number)
+        if self._forming is not None and self._forming.done():
+            self._forming.result()
+            self._forming = None
         if self._forming is None:
             decision = membership.decide(self._replacing)
             if isinstance(decision, Formation):
@@ -167,10 +170,6 @@ class Elastic:
                 self._forming.add_done_callback(lambda task: self._shared.queue.put_nowait(events.Due(lambda: None)))
             elif isinstance(decision, Refusal):
                 return self._refuse(decision.reason)
-        elif self._forming.done():
-            self._forming.result()
-            self._forming = None
-            return self.advance()
         self._end_overdue()
         return None
 
