@@ -46,10 +46,6 @@ class Follower(Led):
                 self._register.learn(Group.of_message(message["started"]), [])
             elif "start" in message:
                 self._start(message["start"])
-            elif "pending" in message:
-                attempt, is_pending = message["pending"]
-                if attempt == self._attempt:
-                    self._queue.put_nowait(events.RemotePending(is_pending))
             elif self._take(message):
                 return
         self.is_lost = True

@@ -25,7 +25,7 @@ class Guest:
     accepted: int = 0
 
 
-class Leader(Leads[str]):
+class Leader(Leads):
     """Attributes:
     guests: other hosts that have come, by id, in the order in which they have.
     group: that runs.
@@ -45,9 +45,6 @@ class Leader(Leads[str]):
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None
         self._is_change_pending = self._has_told_change = self._is_stopping = False
-
-    def _links(self) -> dict[str, Link]:
-        return {host: guest.link for host, guest in self.guests.items()}
 
     # ---- Hosts -------------------------------------------------------------------------------------------------------
 
@@ -215,9 +212,7 @@ class Leader(Leads[str]):
             return
         self._is_change_pending = is_pending
         self._has_told_change = True
-        for host in self.group.ids:
-            if host in self.guests:
-                self.guests[host].link.send({"pending": [self.group.number, is_pending]})
+        self._send({"pending": is_pending}, None)
         self._queue.put_nowait(events.RemotePending(is_pending))
 
     def _leaves(self, host: str, is_all: bool, reason: str) -> None:

@@ -3,7 +3,6 @@
 Whoever reaches the port can take part, as with JAX's coordination service: the network has to be trusted.
 """
 
-import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -11,7 +10,7 @@ import json
 import math
 import signal
 import time
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 from jax_ring.launcher import events
 from jax_ring.launcher.environment import Plan
@@ -26,8 +25,6 @@ from jax_ring.launcher.watching.report import Place
 SILENCE_SECONDS = 20.0
 LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
 _RETRY_SECONDS = 0.2
-
-K = TypeVar("K")
 
 
 class Link:
@@ -151,17 +148,17 @@ class Led(Remote):
 
     def _take(self, message: dict[str, Any]) -> bool:
         """Takes a message that any leader sends; returns whether it is the last one."""
-        if "stop" in message:
-            attempt, *stop = message["stop"]
-            if attempt == self._attempt:
-                self._queue.put_nowait(events.RemoteStop(*stop))
-        elif "end" in message:
+        if "end" in message:
             self._queue.put_nowait(events.RemoteEnd(*message["end"]))
         elif "error" in message:
             reason = f"{self._leader} has refused this host: {message['error']}"
             self._queue.put_nowait(events.RemoteEnd(2, reason))
         elif message.get("attempt") == self._attempt:
-            if "where" in message:
+            if "stop" in message:
+                self._queue.put_nowait(events.RemoteStop(*message["stop"]))
+            elif "pending" in message:
+                self._queue.put_nowait(events.RemotePending(message["pending"]))
+            elif "where" in message:
                 self.asks_where.set()
             elif "stuck" in message:
                 blamed, waiting = message["stuck"]
@@ -169,33 +166,39 @@ class Led(Remote):
         return "end" in message or "error" in message
 
 
-class Leads(Remote, abc.ABC, Generic[K]):
-    """The side of a launcher that decides for other hosts, which have keys: hears what becomes of their processes."""
+class Guest(NamedTuple):
+    """Another host, and the number of its processes."""
+
+    link: Link
+    processes: int
+
+
+class Leads(Remote):
+    """The side of a launcher that decides for other hosts: hears what becomes of their processes.
+
+    Attributes:
+      guests: the other hosts that are here, by number or id, each with a `link`.
+    """
+
+    guests: dict[Any, Any]
 
     def __init__(self, name: str, queue: asyncio.Queue[events.Event]) -> None:
         """name: of this host, for messages to the others."""
         super().__init__()
         self._name, self._queue = name, queue
         self._attempt = -1
-        self._index: dict[K, int] = {}  # of the other hosts that take part in the attempt
-        self._succeeded: set[K] = set()
-        self._stopped: set[K] = set()
+        self._index: dict[Any, int] = {}  # of the other hosts that take part in the attempt
+        self._succeeded: set[Any] = set()
+        self._stopped: set[Any] = set()
         self._changed = asyncio.Event()
 
-    @abc.abstractmethod
-    def _links(self) -> dict[K, Link]:
-        """All other hosts that are here."""
-
-    def _begin(self, attempt: int, index: dict[K, int]) -> None:
+    def _begin(self, attempt: int, index: dict[Any, int]) -> None:
         self._attempt, self._index = attempt, index
         self._succeeded, self._stopped = set(), set()
         self.others.forget()
 
-    def _taking_part(self) -> dict[K, Link]:
-        return {host: link for host, link in self._links().items() if host in self._index}
-
-    def _running(self) -> set[K]:
-        return set(self._taking_part()) - self._stopped
+    def _running(self) -> set[Any]:
+        return self._index.keys() & self.guests.keys() - self._stopped
 
     async def stopped(self) -> None:
         while self._running():
@@ -203,7 +206,7 @@ class Leads(Remote, abc.ABC, Generic[K]):
 
     async def end(self, status: int, reason: str) -> None:
         """Ends the job on all hosts."""
-        links = self._links().values()
+        links = [guest.link for guest in self.guests.values()]
         for link in links:
             link.send({"end": [status, reason]})
         await asyncio.gather(*(link.close() for link in links))
@@ -220,11 +223,11 @@ class Leads(Remote, abc.ABC, Generic[K]):
         self._queue.put_nowait(events.RemoteChanged())
 
     def _send(self, message: dict[str, Any], index: int | None) -> None:
-        for host, link in self._taking_part().items():
-            if index is None or self._index[host] == index:
-                link.send({**message, "attempt": self._attempt})
+        for host, place in self._index.items():
+            if host in self.guests and index in (None, place):
+                self.guests[host].link.send({**message, "attempt": self._attempt})
 
-    def _take(self, host: K, message: dict[str, Any]) -> None:
+    def _take(self, host: Any, message: dict[str, Any]) -> None:
         """Takes a message about the attempt."""
         if message.get("attempt") != self._attempt or host not in self._index:
             return
@@ -245,21 +248,16 @@ class Leads(Remote, abc.ABC, Generic[K]):
         return set(self._index) <= self._succeeded
 
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        for link in self._taking_part().values():
-            link.send({"stop": [self._attempt, signum, grace, f"{self._name}: {reason}"]})
+        self._send({"stop": [signum, grace, f"{self._name}: {reason}"]}, None)
 
 
-class Hub(Leads[int]):
+class Hub(Leads):
     """Host 0's side."""
 
     def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
         super().__init__("host 0", queue)
         self._nnodes = nnodes
-        self._here: dict[int, Link] = {}
-        self._processes: dict[int, int] = {}  # by host
-
-    def _links(self) -> dict[int, Link]:
-        return self._here
+        self.guests: dict[int, Guest] = {}
 
     async def start(self, host: str, port: int) -> asyncio.Server:
         """Begins to listen.
@@ -271,23 +269,23 @@ class Hub(Leads[int]):
         return self._server
 
     async def gathered(self) -> None:
-        while len(self._here) < self._nnodes - 1:
+        while len(self.guests) < self._nnodes - 1:
             await self.next_change()
 
     def missing(self) -> list[int]:
         """The hosts without a launcher here."""
-        return sorted(set(range(1, self._nnodes)) - set(self._here))
+        return sorted(set(range(1, self._nnodes)) - set(self.guests))
 
     def begin(self, restart: int, own_processes: int, coordinator: str) -> int:
         """Starts an attempt on other hosts; returns the number of all processes."""
-        self._begin(restart, {node: node for node in self._here})
+        self._begin(restart, {node: node for node in self.guests})
         first = {}
         total = own_processes
-        for node in sorted(self._here):
+        for node, guest in sorted(self.guests.items()):
             first[node] = total
-            total += self._processes[node]
-        for node, link in self._here.items():
-            link.send({"start": [restart, first[node], total, coordinator]})
+            total += guest.processes
+        for node, guest in self.guests.items():
+            guest.link.send({"start": [restart, first[node], total, coordinator]})
         return total
 
     async def end(self, status: int, reason: str) -> None:
@@ -303,11 +301,11 @@ class Hub(Leads[int]):
             return
         assert hello is not None
         node = hello["node"]
-        self._here[node], self._processes[node] = link, hello["processes"]
+        self.guests[node] = Guest(link, hello["processes"])
         self._notify()
         while (message := await link.receive()) is not None:
             self._take(node, message)
-        del self._here[node]
+        del self.guests[node]
         if node in self._index and node not in self._stopped:
             failure = Failure(f"host {node}", -node, "is gone: its launcher has ended, or cannot be reached")
             self._queue.put_nowait(events.RemoteFailed(node, failure))
@@ -323,7 +321,7 @@ class Hub(Leads[int]):
             return "this is the launcher of a jax_ring job"
         if nnodes != self._nnodes:
             return f"host 0 was started with --nnodes {self._nnodes}, host {node} with --nnodes {nnodes}"
-        if node in self._here or not 0 < node < self._nnodes:
+        if node in self.guests or not 0 < node < self._nnodes:
             return f"there is a launcher with --node-rank {node} already"
         return ""
 
