@@ -155,12 +155,9 @@ class Control:
         return member
 
     def change_pending(self) -> bool:
-        """Whether members should leave at their next commit, without blocking.
+        """Whether members should leave at their next commit: a process waits to join, or one has died.
 
-        True when a process waits to join, or a member has died, which an error may tell earlier.
-
-        Raises:
-          RuntimeError: if the launcher has ended.
+        It does not block. Raises RuntimeError if the launcher has ended.
         """
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
             try:
@@ -171,12 +168,9 @@ class Control:
         return self._change_pending
 
     def next_question(self, place: list[str] | None) -> None:
-        """Answers the last question, where this process is, and waits for the next.
+        """Answers the last question by a `watching.report.Place`, None at first, and waits for the next.
 
-        place: a `watching.report.Place`; None at first.
-
-        Raises:
-          RuntimeError: if the launcher has ended.
+        Raises RuntimeError if the launcher has ended.
         """
         with self._lock:
             self._send({"do": "next_question", "place": place})
@@ -188,10 +182,7 @@ class Control:
 
         It needs no connection, waits up to 2 s for the launcher, and raises nothing.
 
-        Args:
-          error_type: of the exception.
-          message: its text.
-          caused_by: the index of the process at fault; -1 if unknown, None for this one.
+        caused_by: the index of the process at fault; -1 if unknown, None for this one.
         """
         try:
             own = cls.connect()  # a separate one: another thread may hold its own while it waits for a generation

@@ -7,8 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.failures import NO_RANK, Failure, from_status
@@ -39,8 +37,8 @@ class Service:
 
     def stand_in(self, process_id: int) -> None:
         """Lets others connect when a process has died that may not have."""
-        arguments = ("stand-in", self._address, str(process_id))
-        self._stand_ins.append(_start(self._output, arguments, without_proxy(self._address)))
+        process = _start(self._output, "stand-in", self._address, str(process_id), **without_proxy(self._address))
+        self._stand_ins.append(process)
 
     async def started(self) -> bool:
         """Waits until it listens; returns whether."""
@@ -73,9 +71,7 @@ class Service:
                 stream.close()
 
 
-def _start(
-    output: Output, arguments: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.Popen:
+def _start(output: Output, *arguments: str, **variables: str) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-P", str(_PROGRAM), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -13,27 +13,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 # A process without a heartbeat for this long counts as dead. Only queries for live processes see that: the launcher
 # knows of deaths, and the engine notices them.
 _HEARTBEAT_SECONDS = 100
-
-
-def start_service(address: str, num_processes: int) -> Any:
-    """Starts a service that survives the death of its clients.
-
-    It neither passes a client's death on nor makes clients wait for each other when they exit.
-
-    Args:
-      address: host:port to listen at.
-      num_processes: clients, each of which blocks in `connect` until all have connected.
-    """
-    from jaxlib import _jax
-
-    return _jax.get_distributed_runtime_service(
-        address, num_processes, heartbeat_timeout=_HEARTBEAT_SECONDS, recoverable=True
-    )
 
 
 def without_proxy(address: str, outer: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -106,11 +89,14 @@ def main() -> None:
     if sys.argv[1:2] == ["stand-in"]:
         stand_in(sys.argv[2], int(sys.argv[3]))
         os._exit(0)
-    from jaxlib import _jax  # noqa: F401  # the slow part, done before the command comes
+    from jaxlib import _jax  # the slow part, done before the command comes
 
     if line := sys.stdin.readline():
         command = json.loads(line)
-        service = start_service(command["address"], command["num_processes"])
+        # One that neither passes a client's death on nor makes clients wait for each other when they exit.
+        service = _jax.get_distributed_runtime_service(
+            command["address"], command["num_processes"], heartbeat_timeout=_HEARTBEAT_SECONDS, recoverable=True
+        )
         print(json.dumps({"started": command["address"]}), flush=True)
         sys.stdin.read()
         assert service is not None  # alive until here
