@@ -1,9 +1,9 @@
 """Labeled output lines, by threads, so that a blocked reader blocks nothing else."""
 
 import asyncio
-import collections
 import contextlib
 import os
+import queue
 import re
 import select
 import threading
@@ -26,54 +26,40 @@ class Writer:
     """A thread that writes to files that may block; the process's exit does not wait for it.
 
     All but `_run` is called in the event loop's thread.
+
+    Attributes:
+      room: set while the queue is short.
+      empty: set while all is written.
     """
 
     def __init__(self, name: str, on_error: Callable[[int, OSError], None]) -> None:
         """on_error: called in the event loop with a file and the reason; later output is dropped."""
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
-        self._changed = threading.Condition()
         # A file descriptor, and data; None closes it.
-        self._queue: collections.deque[tuple[int, bytes | None]] = collections.deque()
+        self._queue: queue.SimpleQueue[tuple[int, bytes | None]] = queue.SimpleQueue()
         self._queued = 0  # bytes, including those being written
-        self._room, self._empty = asyncio.Event(), asyncio.Event()
-        self._room.set()
-        self._empty.set()
+        self.room, self.empty = asyncio.Event(), asyncio.Event()
+        self.room.set()
+        self.empty.set()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, file: int, data: bytes) -> None:
         """Queues data without blocking."""
-        with self._changed:
-            self._queue.append((file, data))
-            self._queued += len(data)
-            self._empty.clear()
-            if self._queued > _QUEUE_BYTES:
-                self._room.clear()
-            self._changed.notify()
+        self._queue.put((file, data))
+        self._queued += len(data)
+        self.empty.clear()
+        if self._queued > _QUEUE_BYTES:
+            self.room.clear()
 
     def close(self, file: int) -> None:
         """Closes a file when what is queued for it has been written."""
-        with self._changed:
-            self._queue.append((file, None))
-            self._changed.notify()
-
-    def is_busy(self) -> bool:
-        return not self._empty.is_set()
-
-    async def room(self) -> None:
-        """Waits until the queue is short."""
-        await self._room.wait()
-
-    async def emptied(self) -> None:
-        """Waits until all is written."""
-        await self._empty.wait()
+        self._queue.put((file, None))
 
     def _run(self) -> None:
         broken: set[int] = set()
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                file, data = self._queue.popleft()
+            file, data = self._queue.get()
             if data is None:
                 broken.discard(file)
                 os.close(file)
@@ -84,17 +70,14 @@ class Writer:
                 except OSError as error:
                     broken.add(file)
                     self._call(self._on_error, file, error)
-            with self._changed:
-                self._queued -= len(data)
-                if self._queued <= _QUEUE_BYTES // 2:
-                    self._call(self._set_events)
+            self._call(self._written, len(data))
 
-    def _set_events(self) -> None:
-        with self._changed:
-            if self._queued <= _QUEUE_BYTES // 2:
-                self._room.set()
-            if not self._queued:
-                self._empty.set()
+    def _written(self, size: int) -> None:
+        self._queued -= size
+        if self._queued <= _QUEUE_BYTES // 2:
+            self.room.set()
+        if not self._queued:
+            self.empty.set()
 
     def _call(self, function: Callable, *arguments) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended; nobody waits
@@ -217,8 +200,8 @@ class Output:
                 show(lines.feed(chunk))
                 if log is not None:
                     self._logs.put(log, chunk)
-                    await self._logs.room()
-                await writer.room()
+                    await self._logs.room.wait()
+                await writer.room.wait()
         finally:
             show(lines.end())
             transport.close()
@@ -226,12 +209,12 @@ class Output:
                 self._logs.close(log)
 
     def is_idle(self) -> bool:
-        return not any(writer.is_busy() for writer in (*self._writers, self._logs))
+        return all(writer.empty.is_set() for writer in (*self._writers, self._logs))
 
     async def written(self) -> None:
         """Waits until all that was copied or logged is written."""
         for writer in {*self._writers, self._logs}:
-            await writer.emptied()
+            await writer.empty.wait()
 
     def _failed(self, file: int, error: OSError) -> None:
         self.is_lost |= file in self._files
