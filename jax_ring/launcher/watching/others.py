@@ -1,6 +1,7 @@
 """What launchers of several hosts tell each other of the progress of their processes."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -63,13 +64,11 @@ class Others:
         """Where the processes are that have told it within this time."""
         self.told = {key: each._replace(place=None) for key, each in self.told.items()}
         self._send({"where": True}, None)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while any(each.place is None and each.status is None for each in self.told.values()):
                     self._has_changed.clear()
                     await self._has_changed.wait()
-        except TimeoutError:
-            pass
         return {key: each.place for key, each in self.told.items() if each.place is not None}
 
     def end_stuck(self, blamed: Mapping[Hashable, str], waiting: Collection[Hashable]) -> None:

@@ -28,7 +28,7 @@ class Watcher:
 
     def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Remote) -> None:
         self._shared, self._options, self._processes = shared, shared.options, processes
-        self._remote, self._others = remote, remote.others
+        self._remote, self._others, self._log = remote, remote.others, shared.output.log
         self._comparison = Comparison()
         self._questions: dict[int, events.Answer] = {}  # to processes that wait to be asked where they are
         self._places: dict[Hashable, report.Place] = {}  # what they have answered
@@ -60,13 +60,11 @@ class Watcher:
     async def _tell_leader(self, seconds: float) -> None:
         """Waits so long, or until the launcher that leads asks; tells it how far the processes are, and where if so."""
         places = {}
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._remote.asks_where.wait()
             self._remote.asks_where.clear()
             places = await self._ask()
-        except TimeoutError:
-            pass
         for number, process in self._processes.items():
             self._remote.tell_progress(process, places.get(number))
 
@@ -124,13 +122,11 @@ class Watcher:
         self._questions = {}
         for answer in asked.values():
             answer({"where": True})
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 while len(self._places) < len(asked):
                     self._answered.clear()
                     await self._answered.wait()
-        except TimeoutError:
-            pass
         silent = [each for number, each in self._processes.items() if number not in self._places and _can_write(each)]
         for process in silent:
             process.page.forget_stacks()
@@ -144,9 +140,6 @@ class Watcher:
             if process.status is None and process.is_stopped():
                 self._places[number] = self._places.get(number, report.NOWHERE)._replace(kind="stopped")
         return self._places
-
-    def _log(self, text: str) -> None:
-        self._shared.output.log(text)
 
 
 def _can_write(process: Process) -> bool:
