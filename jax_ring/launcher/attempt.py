@@ -44,7 +44,7 @@ class Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
-        # Those of the last attempt.
+        # What is left of the last attempt is of no use.
         events.forget(
             self._shared.queue, but=events.Signalled | events.RemoteStop | events.RemotePending | events.RemoteEnd
         )

@@ -6,6 +6,7 @@ Whoever reaches the port can take part, as with JAX's coordination service: the 
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import signal
@@ -166,7 +167,7 @@ class Led(Remote):
         return "end" in message or "error" in message
 
 
-class Guest(NamedTuple):
+class _Host(NamedTuple):
     """Another host, and the number of its processes."""
 
     link: Link
@@ -257,7 +258,7 @@ class Hub(Leads):
     def __init__(self, nnodes: int, queue: asyncio.Queue[events.Event]) -> None:
         super().__init__("host 0", queue)
         self._nnodes = nnodes
-        self.guests: dict[int, Guest] = {}
+        self.guests: dict[int, _Host] = {}
 
     async def start(self, host: str, port: int) -> asyncio.Server:
         """Begins to listen.
@@ -278,14 +279,11 @@ class Hub(Leads):
 
     def begin(self, restart: int, own_processes: int, coordinator: str) -> int:
         """Starts an attempt on other hosts; returns the number of all processes."""
-        self._begin(restart, {node: node for node in self.guests})
-        first = {}
-        total = own_processes
-        for node, guest in sorted(self.guests.items()):
-            first[node] = total
-            total += guest.processes
-        for node, guest in self.guests.items():
-            guest.link.send({"start": [restart, first[node], total, coordinator]})
+        nodes = sorted(self.guests)
+        self._begin(restart, {node: node for node in nodes})
+        *firsts, total = itertools.accumulate((self.guests[node].processes for node in nodes), initial=own_processes)
+        for node, first in zip(nodes, firsts, strict=True):
+            self.guests[node].link.send({"start": [restart, first, total, coordinator]})
         return total
 
     async def end(self, status: int, reason: str) -> None:
@@ -301,7 +299,7 @@ class Hub(Leads):
             return
         assert hello is not None
         node = hello["node"]
-        self.guests[node] = Guest(link, hello["processes"])
+        self.guests[node] = _Host(link, hello["processes"])
         self._notify()
         while (message := await link.receive()) is not None:
             self._take(node, message)
