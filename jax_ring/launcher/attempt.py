@@ -36,6 +36,7 @@ class Attempt:
         is_whole = len(plan.slots) == plan.num_processes  # otherwise other launchers have to know the name
         self._memory = protocol.memory_prefix_for(shared.server.name if is_whole else plan.coordinator)
         self._leaving = Leaving(shared.server, remote, self._log) if plan.hosts else None
+        self._exits = 0  # of processes, to be looked at
         self._raised: set[int] = set()  # those that an exception of their own ends
         self._signalled: set[int] = set()  # those that were told to end
         self._killed: set[int] = set()
@@ -85,6 +86,7 @@ class Attempt:
         """Finds exited processes, after SIGCHLD."""
         for process in self._processes.values():
             if process.reap():
+                self._exits += 1
                 self._shared.queue.put_nowait(events.Due(functools.partial(self._exited, process)))
 
     def pass_on(self, signum: int) -> None:
@@ -146,7 +148,7 @@ class Attempt:
 
     def _finished(self) -> Outcome | None:
         """The outcome, once there is nothing to wait for."""
-        if self._running():
+        if self._running() or self._exits:
             return None
         if self._elastic is not None and self._elastic.waits_for_replacements():
             return None
@@ -175,6 +177,7 @@ class Attempt:
 
     def _exited(self, process: Process) -> str | None:
         assert process.status is not None
+        self._exits -= 1
         if process.status == 0:
             # An exception that was reported and then caught is no failure.
             self._failures.pop(process.number, None)

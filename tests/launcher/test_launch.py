@@ -128,6 +128,23 @@ def test_a_failed_process_terminates_the_others(script, dies, status, why):
     assert_gone([int(line.split()[-1]) for line in out])
 
 
+def test_a_failure_beside_a_success_is_not_lost(script, tmp_path):
+    """The launcher sees both exits at once, the success first."""
+    end = tmp_path / "end"
+    launcher = start("-n", "2", script(WAITS.replace("time.sleep(60)", f"""sys.stdout.flush()
+while not os.path.exists({str(end)!r}):
+    time.sleep(0.01)
+sys.exit(3 * int(os.environ["JAX_PROCESS_ID"]))""").format("")))  # fmt: skip
+    processes = pids(launcher, 2)
+    launcher.send_signal(signal.SIGSTOP)
+    end.touch()
+    assert_gone(processes)
+    launcher.send_signal(signal.SIGCONT)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 3, err
+    assert "rank 1" in err.splitlines()[-1], err
+
+
 def test_processes_that_ignore_sigterm_are_killed_with_their_children(script):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.environ['JAX_PROCESS_ID'] == '0': os.fork()"
     launcher = start("-n", "2", "--grace", "0.2", script(WAITS.format(stubborn)))
