@@ -1,6 +1,5 @@
 """The only module that uses names of JAX that are private or differ between versions."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -673,17 +672,19 @@ def key_value_store(timeout_s: float) -> tuple:
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
-def put_value(key: str, value: str) -> None:
-    """Publishes a value, if the store can be reached."""
-    if is_distributed():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            distributed_client().key_value_set(key, value)
+def put_value(client, key: str, value: str) -> bool:
+    """Publishes a value in a runtime's store. Returns whether the store took it."""
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
-def value_of(key: str) -> str | None:
+def value_of(client, key: str) -> str | None:
     """A key's value, if it can be had at once."""
     try:
-        return distributed_client().key_value_try_get(key)
+        return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError:
         return None
 

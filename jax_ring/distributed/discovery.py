@@ -59,7 +59,7 @@ class _Membership:
         # able to guess it.
         token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
-        exit_notice.join()
+        exit_notice.join(client, process)
 
     def publish_gpus(self) -> None:
         """Publishes this process's GPUs once, without blocking."""

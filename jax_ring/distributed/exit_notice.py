@@ -38,20 +38,37 @@ class _Process(NamedTuple):
     start_time: int
 
 
-_member: int | None = None  # the pid of the member of a distributed runtime
-_has_left = False  # whether it has said so
+class _Membership:
+    """This process in one distributed runtime."""
+
+    def __init__(self, client, process: int) -> None:
+        self.client = client
+        self.process = process
+        self.has_left = False
+        self._pid = os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether a fork has copied it into this process, whose end concerns no other."""
+        return self._pid != os.getpid()
+
+
+_membership: _Membership | None = None
 _watcher: threading.Thread | None = None
 _hook: Callable | None = None  # this module's sys.excepthook; the program may have replaced it since
 _is_ending = False
 
 
-def join() -> None:
-    """Publishes how others see whether this process has ended, and watches over its end."""
-    global _member, _has_left, _watcher, _hook
+def join(client, process: int) -> None:
+    """Publishes how others see whether this process has ended, and watches over its end.
+
+    client: of the runtime that replaces an earlier one. process: its index.
+    """
+    global _membership, _watcher, _hook
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
-        _compat.put_value(_process_key(_compat.distributed_process()), " ".join(map(str, own)))
-    _member, _has_left = os.getpid(), False
+        _compat.put_value(client, _process_key(process), " ".join(map(str, own)))
+    _membership = _Membership(client, process)
     if _hook is None:
         _hook = _chain_excepthook()
         # Runs before the exit handler of jax.distributed, which waits for the others.
@@ -64,36 +81,31 @@ def join() -> None:
 
 
 def forget() -> None:
-    global _member
-    _member = None
-
-
-def _is_of_parent() -> bool:
-    """Whether a fork has copied the membership into this process, whose end concerns no other."""
-    return _member not in (None, os.getpid())
+    global _membership
+    _membership = None
 
 
 def abort(how: Departure) -> None:
     """Aborts all groups of this process, now and in future: their calls fail everywhere."""
-    global _has_left
-    if _is_of_parent():
+    membership = _membership
+    if membership is not None and membership.is_of_parent:
         return
     # Half of a surrogate pair, as in some file names, has no UTF-8 form.
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    if _member is not None and not _has_left:
-        _has_left = True
-        _compat.put_value(_left_key(_compat.distributed_process()), json.dumps(how))
+    if membership is not None and not membership.has_left:
+        membership.has_left = True
+        _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
 
 
 def departure_of(process: int) -> Departure | None:
     """How another process has left; None if unknown."""
-    if _member is None:
+    if _membership is None:
         return None
-    if how := _compat.value_of(_left_key(process)):
+    if how := _compat.value_of(_membership.client, _left_key(process)):
         return Departure(*json.loads(how))
-    if text := _compat.value_of(_process_key(process)):
+    if text := _compat.value_of(_membership.client, _process_key(process)):
         host, pid, start_time = text.split()
         if _has_ended(_Process(host, int(pid), int(start_time))):
             return Departure("has ended", "ended")
@@ -131,7 +143,7 @@ def _chain_excepthook() -> Callable:
 
 def _at_exit() -> None:
     global _is_ending
-    if _is_of_parent():
+    if _membership is not None and _membership.is_of_parent:
         return
     _is_ending = True
     # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.
