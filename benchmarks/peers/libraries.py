@@ -165,10 +165,10 @@ class JaxProcesses:
 
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_x64", True)
-        jax.distributed.initialize()
-        self.jax, self.process = jax, jax.process_index()
+        self.jax, self.process = jax, int(os.environ["JAX_PROCESS_ID"])
         if layout.hosts > 1:
             os.environ[HOST_VARIABLE] = f"host {self.process * layout.hosts // layout.processes}"
+        jax.distributed.initialize()
         self.mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
 
     def calls(self, own: np.ndarray, times: int) -> Calls:

@@ -47,7 +47,7 @@ class _Membership:
     """
 
     def __init__(self, client) -> None:
-        xla_timeouts.forget()
+        xla_timeouts.join(client)
         self.client = client
         process = _compat.distributed_process()
         self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}

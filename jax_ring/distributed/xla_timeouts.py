@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from jax_ring import _compat, runtime
 from jax_ring.launcher import foreign_errors
@@ -53,6 +54,7 @@ class _Question:
 class _State:
     """What this process knows of calls between hosts."""
 
+    client: Any = None  # of the runtime that it has joined: the next one may not be asked before it has connected
     xla_limit: float | None = None  # seconds until XLA's collectives fail; None if it could not be set
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # of the hosts of processes
     question: _Question | None = None
@@ -65,8 +67,9 @@ _state = _State()
 _lock = threading.Lock()
 
 
-def forget() -> None:
-    """Forgets what the last distributed runtime had."""
+def join(client) -> None:
+    """Joins a distributed runtime, and forgets what the last one had."""
+    _state.client = client
     _state.names.clear()
     _state.written.clear()
     _state.question = None
@@ -121,7 +124,7 @@ def _in_background(function, *arguments) -> None:
 def _post(text: str) -> bool:
     """Publishes what this process waits in; returns whether the store answered."""
     try:
-        _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
+        _state.client.key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
     except Exception:  # the runtime may be gone or unreachable
         return False
     return True
@@ -136,7 +139,7 @@ def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
     answers = {}
     for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
         try:
-            answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
+            answers[process] = _state.client.key_value_try_get(_wait_key(process))
         except Exception:  # it has published nothing
             answers[process] = ""
     question.answers = answers
