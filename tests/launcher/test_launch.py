@@ -137,9 +137,11 @@ while not os.path.exists({str(end)!r}):
 sys.exit(3 * int(os.environ["JAX_PROCESS_ID"]))""").format("")))  # fmt: skip
     processes = pids(launcher, 2)
     launcher.send_signal(signal.SIGSTOP)
-    end.touch()
-    assert_gone(processes)
-    launcher.send_signal(signal.SIGCONT)
+    try:
+        end.touch()
+        assert_gone(processes)
+    finally:
+        launcher.send_signal(signal.SIGCONT)
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 3, err
     assert "rank 1" in err.splitlines()[-1], err
