@@ -5,18 +5,16 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, exit_notice
-from jax_ring.elastic import spares
 from jax_ring.elastic.exchange import Exchange
 from jax_ring.elastic.failures import Leave
 from jax_ring.elastic.layout import Layout
-from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher.coordinator.server import with_own_handler
 from jax_ring.launcher.protocol import Control, Member
 from jax_ring.progress import notes
@@ -111,20 +109,19 @@ def leave(how: runtime.Departure) -> None:
         )
 
 
-def enter(
-    control: Control, after: int, reason: str, place: spares.Place | None, snapshots: Sequence[Snapshot]
-) -> Generation:
+def enter(control: Control, after: int, reason: str, give: Callable[[], None]) -> Generation:
     """Waits to be a member of a later generation, and connects to the others.
 
-    A spare gives its parts of divided leaves meanwhile.
+    give: called if this process becomes a spare.
 
     Raises:
       RuntimeError: if there will be none, with the launcher's reason.
     """
     member: Member = control.next_generation(after, reason)
+    if member.process_id < 0:
+        give()
     while member.process_id < 0:
-        with spares.served(place, snapshots):
-            member = control.next_generation(member.generation, "it is a spare")
+        member = control.next_generation(member.generation, "it is a spare")
     with with_own_handler():
         _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
     discovery.publish()

@@ -3,6 +3,9 @@
 The launcher makes two anonymous files for each process of its host, which all processes there inherit. Each writes its
 commits into its own two in turn, so that one whole commit is always there. The memory is gone when the launcher and the
 processes are, however they end. In a job of several hosts each has what is not divided, and copies of parts of another.
+
+Where commits are in the memory of the processes alone, a process that becomes a spare gives its parts to the members in
+its files.
 """
 
 import os
@@ -17,7 +20,7 @@ from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.snapshots import Have, Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
-_UNFINISHED, _FINISHED = b"\0", b"\1"  # the first byte of a file
+_UNFINISHED, _KEPT, _GIVEN = b"\0", b"\1", b"\2"  # the first byte of a file
 
 
 class CommitId(NamedTuple):
@@ -52,7 +55,7 @@ class KeptCommits:
     """
 
     def __init__(self, files: Sequence[int], slot: int) -> None:
-        self._files, self._slot = tuple(files), slot
+        self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
 
     @classmethod
     def of_launcher(cls) -> "KeptCommits | None":
@@ -75,60 +78,93 @@ class KeptCommits:
         is_first, is_divided = layout.is_first(process), snapshot.held is not None
         if not is_first and not is_divided:
             return
-        commit = CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), generation.number)
         owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
-        header = header_of(snapshot) if is_first else None
-        arrays = snapshot.undivided() if is_first else []
-        arrays = [*arrays, *map(snapshot.packed, owners or ())]
-        with _opened(self._files[2 * self._slot + snapshot.number % 2], "r+b") as stream:
+        self._write(_KEPT, snapshot, generation.number, owners, is_first)
+
+    def give(self, snapshots: Sequence[Snapshot], made_in: int) -> None:
+        """Gives others the parts that a spare has in commits of a generation. `take_back` frees the memory.
+
+        Raises:
+          OSError: if there is no memory for it.
+        """
+        for snapshot in snapshots:
+            if snapshot.held:
+                self._write(_GIVEN, snapshot, made_in, snapshot.held, False)
+
+    def take_back(self) -> None:
+        for file in self._own:
+            if os.pread(file, 1, 0) == _GIVEN:
+                os.ftruncate(file, 0)
+
+    def with_given(self, snapshot: Snapshot, made_in: int, owners: Sequence[int]) -> Snapshot | None:
+        """A commit of a generation with some processes' parts, which spares have given; None if one is missing."""
+        entries = self._entries(_GIVEN).get(_id(snapshot, made_in), [])
+        given = {owner for entry, *_ in entries for owner in entry.owners or ()}
+        return _filled(snapshot, entries) if given.issuperset(owners) else None
+
+    def _write(
+        self, mark: bytes, snapshot: Snapshot, made_in: int, owners: tuple[int, ...] | None, with_undivided: bool
+    ) -> None:
+        header = header_of(snapshot) if with_undivided else None
+        arrays = [*(snapshot.undivided() if with_undivided else ()), *map(snapshot.packed, owners or ())]
+        with _opened(self._own[snapshot.number % 2], "r+b") as stream:
             # A process that dies in between leaves a file that nobody reads.
             stream.write(_UNFINISHED)
             stream.flush()
-            pickle.dump(_Entry(commit, snapshot.num_processes, header, owners), stream)
+            pickle.dump(_Entry(_id(snapshot, made_in), snapshot.num_processes, header, owners), stream)
             for array in arrays:
                 stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
             stream.truncate()
             stream.seek(0)
-            stream.write(_FINISHED)
+            stream.write(mark)
 
     def commits(self) -> dict[CommitId, Have]:
         """What this host has of each commit, except of those without what is not divided."""
         found = {}
-        for commit, entries in self._entries().items():
-            first = entries[0][0]
+        for commit, entries in self._entries(_KEPT).items():
+            if (first := entries[0][0]).header is None:
+                continue
             owners = sorted({owner for entry, *_ in entries for owner in entry.owners or ()})
             found[commit] = Have(first.num_processes, None if first.owners is None else owners)
         return found
 
     def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
         """One of `commits`, with the parts that are here. values: the state whose structure it must have."""
-        entries = self._entries()[commit]
+        entries = self._entries(_KEPT)[commit]
         header = entries[0][0].header
         assert header is not None
-        snapshot = without_arrays(header, values, 0, 0)
-        parts = {}
-        for entry, file, begin in entries:
-            with _opened(file, "rb") as stream:
-                stream.seek(begin)
-                if entry.header is not None:
-                    for array in snapshot.undivided():
-                        _fill(array, stream)
-                for owner in entry.owners or ():
-                    parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
-                    _fill(parts[owner], stream)
-        return snapshot.with_parts(parts) if parts else snapshot
+        return _filled(without_arrays(header, values, 0, 0), entries)
 
-    def _entries(self) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
-        """The entries of each commit with their files and where arrays begin there; the one with a header first."""
+    def _entries(self, mark: bytes) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
+        """The entries of each commit with their files and where arrays begin there; any with a header first."""
         found: dict[CommitId, list[tuple[_Entry, int, int]]] = {}
         for file in self._files:
             with _opened(file, "rb") as stream:
-                if stream.read(1) == _FINISHED:
+                if stream.read(1) == mark:
                     entry: _Entry = pickle.load(stream)
                     found.setdefault(entry.commit, []).append((entry, file, stream.tell()))
         for entries in found.values():
             entries.sort(key=lambda each: each[0].header is None)
-        return {commit: entries for commit, entries in found.items() if entries[0][0].header is not None}
+        return found
+
+
+def _id(snapshot: Snapshot, made_in: int) -> CommitId:
+    return CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), made_in)
+
+
+def _filled(snapshot: Snapshot, entries: Sequence[tuple[_Entry, int, int]]) -> Snapshot:
+    """A commit with what its entries have."""
+    parts = {}
+    for entry, file, begin in entries:
+        with _opened(file, "rb") as stream:
+            stream.seek(begin)
+            if entry.header is not None:
+                for array in snapshot.undivided():
+                    _fill(array, stream)
+            for owner in entry.owners or ():
+                parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
+                _fill(parts[owner], stream)
+    return snapshot.with_parts(parts) if parts else snapshot
 
 
 def _is_kept_file(file: int) -> bool:

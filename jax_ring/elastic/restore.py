@@ -1,25 +1,28 @@
 """Where a new generation starts: the newest commit that all have, in host memory."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jax_ring.elastic import spares
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.snapshots import Divided, Have, Lost, Snapshot, array_of, cut, joined
-from jax_ring.elastic.spares import Place
+
+# Spares and members learn of a new generation at the same time. There may be no spare, and the other members wait.
+_SPARES_SECONDS, _SPARES_BYTES_PER_SECOND = 2.0, 2e8
 
 
 class Stores(NamedTuple):
-    """Where commits outlive the processes; the same in all of them."""
+    """Where commits outlive the processes, the same in all of them, and where else spares give their parts."""
 
     kept: KeptCommits | None
     checkpoints: Checkpoints | None
+    given: KeptCommits | None = None
 
 
 class Restored(NamedTuple):
@@ -36,7 +39,7 @@ class Restored(NamedTuple):
 
 def restore(
     generation: Generation,
-    place: Place | None,
+    made_in: int,
     snapshots: Sequence[Snapshot],
     values: Mapping[str, Any],
     stores: Stores,
@@ -46,7 +49,7 @@ def restore(
     If none has a commit, they start from the newest one that is stored, and else from the values of process 0.
 
     Args:
-      place: where the commits of this process were made; None if it has none.
+      made_in: the generation in which the commits of this process were made; -1 if it has none.
       snapshots: these commits.
       values: its state as the script has made it.
       stores: where commits outlive the processes.
@@ -56,24 +59,23 @@ def restore(
         different structures.
     """
     own = {str(snapshot.number): Have(snapshot.num_processes, snapshot.held) for snapshot in snapshots}
-    posted = generation.post([place.generation if place else -1, own])
+    posted = generation.post([made_in, own])
     # All are here: start the backend together, because it waits for all processes.
     _ = generation.exchange
-    made_in = max(number for number, _ in posted)
-    if made_in < 0:
+    newest_made_in = max(number for number, _ in posted)
+    if newest_made_in < 0:
         return Restored(_first_of_all(generation, values, stores), 0)
     # The commits of a former spare are older than the others', so treat it like a new process.
     known = [
-        {int(number): Have(*have) for number, have in haves.items()} if made == made_in else {}
+        {int(number): Have(*have) for number, have in haves.items()} if made == newest_made_in else {}
         for made, haves in posted
     ]
     newest = [max(haves) for haves in known if haves]
     number = min(newest)
-    is_current = place is not None and place.generation == made_in
-    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number) if is_current else None
+    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number) if made_in == newest_made_in else None
     have = [haves.get(number) for haves in known]
-    if lost := _lost(have):
-        chosen, have = _from_spares(generation, made_in, chosen, have, lost)
+    if (lost := _lost(have)) and stores.given is not None:
+        chosen, have = _from_spares(generation, newest_made_in, chosen, have, lost, stores.given)
         lost = _lost(have)
     if lost:
         snapshot = _from_stores(generation, values, stores, number, lost)
@@ -83,14 +85,18 @@ def restore(
 
 
 def _from_spares(
-    generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int]
-) -> tuple[Snapshot | None, list[Have | None]]:
+    generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int],
+    given: KeptCommits,
+) -> tuple[Snapshot | None, list[Have | None]]:  # fmt: skip
     """This process's snapshot and what each has, after spares were asked for lost parts."""
     first = next(process for process, each in enumerate(have) if each is not None)
     found = None
     if generation.process == first:
         assert snapshot is not None
-        found = spares.fetched(made_in, snapshot, lost)
+        seconds = _SPARES_SECONDS + sum(map(snapshot.num_bytes, lost)) / _SPARES_BYTES_PER_SECOND
+        until = time.monotonic() + seconds
+        while (found := given.with_given(snapshot, made_in, lost)) is None and time.monotonic() < until:
+            time.sleep(0.05)
     if any(generation.post(found is not None)):
         snapshot = found or snapshot
         had = have[first]

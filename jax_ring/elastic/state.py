@@ -1,5 +1,6 @@
 """`State`: what a job goes on from."""
 
+import contextlib
 import zlib
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,6 @@ from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import KeptCommits
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
-from jax_ring.elastic.spares import Place
 from jax_ring.options import check_choice, integer
 
 # One process may have completed a commit in which another failed, but not the following commit.
@@ -65,11 +65,12 @@ class State:
         hidden["_names"] = tuple(trees)
         hidden["_values"] = trees
         hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
-        hidden["_kept"] = KeptCommits.of_launcher() if keep == "host" else None
+        memory = KeptCommits.of_launcher()
+        hidden["_kept"], hidden["_given"] = (memory, None) if keep == "host" else (None, memory)
         hidden["_every"] = every
         hidden["_snapshots"] = []
         hidden["_generation"] = None
-        hidden["_place"] = None  # where the commits were made
+        hidden["_made_in"] = -1  # the generation of the commits
         if taken := [name for name in trees if name in hidden or hasattr(type(self), name)]:
             raise ValueError(
                 f"State: a state has {', '.join(map(repr, taken))} already, for itself. Give the value another name."
@@ -137,8 +138,10 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
-        stores = Stores(self._kept, self._checkpoints)
-        restored = restore(generation, self._place, self._snapshots, self._values, stores)
+        stores = Stores(self._kept, self._checkpoints, self._given)
+        restored = restore(generation, self._made_in, self._snapshots, self._values, stores)
+        if self._given is not None:
+            self._given.take_back()
         if self._kept is not None and generation.layout.has_several_hosts and restored.snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(restored.snapshot, generation)
@@ -146,9 +149,15 @@ class State:
         self.__dict__.update(
             _snapshots=[restored.snapshot],
             _values=restored.snapshot.trees(),
-            _place=Place(generation.number, generation.process),
+            _made_in=generation.number,
         )
         return restored.newcomers
+
+    def _give(self) -> None:
+        """Gives the members this process's parts of the commits. With keep='host' they have them."""
+        if self._given is not None:
+            with contextlib.suppress(OSError):  # without memory they count as lost
+                self._given.give(self._snapshots, self._made_in)
 
     def _leave(self) -> None:
         """Drops the generation's arrays: values are as before the first commit, or missing."""

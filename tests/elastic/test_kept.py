@@ -39,15 +39,19 @@ def member(process, generation, layout):
     return types.SimpleNamespace(process=process, number=generation, layout=layout)
 
 
-def commit(files, process, number, *, slot=None, generation=0, divided=True):
-    """What one of two processes writes."""
+def snapshot_of(process, number, divided=True):
+    """What one of two processes has of a commit."""
     leaves, structure = jax.tree.flatten(values(number, divided))
     if divided:
         whole = values(number)["m"]
         parts = [whole[begin:end] for ((begin, end),) in BOXES[process]]
         leaves = [Divided(whole.shape, whole.dtype, BOXES, {process: parts}) if x is leaves[1] else x for x in leaves]
-    snapshot = Snapshot(number, structure, leaves, 2, (process,) if divided else None)
-    KeptCommits(files, process if slot is None else slot).write(snapshot, member(process, generation, ONE_HOST))
+    return Snapshot(number, structure, leaves, 2, (process,) if divided else None)
+
+
+def commit(files, process, number, *, slot=None, generation=0, divided=True):
+    kept = KeptCommits(files, process if slot is None else slot)
+    kept.write(snapshot_of(process, number, divided), member(process, generation, ONE_HOST))
 
 
 class Alone:
@@ -63,11 +67,14 @@ class Alone:
 def newest(files, divided=True, **others):
     """What a job goes on from."""
     state = values(0, divided) | others
-    return restore(Alone(), None, [], state, Stores(KeptCommits(files, 0), None)).snapshot
+    return restore(Alone(), -1, [], state, Stores(KeptCommits(files, 0), None)).snapshot
 
 
 def assert_newest(files, number, divided=True):
-    found = newest(files, divided)
+    assert_values(newest(files, divided), number, divided)
+
+
+def assert_values(found, number, divided=True):
     assert (found.number, found.held) == (number, None)
     expected = values(number, divided)
     for name, leaf in found.trees().items():
@@ -115,7 +122,7 @@ def test_on_several_hosts_any_may_be_lost():
         KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, layout))
     for files in hosts:
         stores = Stores(KeptCommits(files, 0), None)
-        found = restore(Alone(), None, [], {"m": whole * 0, "step": 0}, stores).snapshot
+        found = restore(Alone(), -1, [], {"m": whole * 0, "step": 0}, stores).snapshot
         assert found.number == 5
         np.testing.assert_array_equal(found.trees()["m"], whole)
         for file in files:
@@ -167,6 +174,23 @@ def test_a_process_that_dies_while_it_writes(files, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         commit(files, 0, 8)
     assert_newest(files, 7)
+
+
+def test_a_spare_gives_its_parts_until_it_is_a_member(files):
+    """They are not taken for a commit that the launcher keeps, nor for one of another generation."""
+    spare, first = KeptCommits(files, 1), KeptCommits(files, 0)
+    spare.give([snapshot_of(1, 6), snapshot_of(1, 7)], 3)
+    for number in (6, 7):
+        found = first.with_given(snapshot_of(0, number), 3, [1])
+        np.testing.assert_array_equal(found.whole().trees()["m"], values(number)["m"])
+    assert first.with_given(snapshot_of(0, 7), 2, [1]) is None
+    assert first.with_given(snapshot_of(0, 8), 3, [1]) is None
+    assert first.commits() == {}
+    restored = restore(Alone(), 3, [snapshot_of(0, 7)], values(0), Stores(None, None, first))
+    assert_values(restored.snapshot, 7)
+    spare.take_back()
+    assert first.with_given(snapshot_of(0, 7), 3, [1]) is None
+    assert all(os.fstat(file).st_size == 0 for file in files)
 
 
 def test_a_larger_commit_leaves_nothing_of_itself(files):
