@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_ring.elastic.generation import Generation
-from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.snapshots import Have, Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
@@ -105,7 +104,7 @@ class KeptCommits:
     def _write(
         self, mark: bytes, snapshot: Snapshot, made_in: int, owners: tuple[int, ...] | None, with_undivided: bool
     ) -> None:
-        header = header_of(snapshot) if with_undivided else None
+        header = snapshot.header() if with_undivided else None
         arrays = [*(snapshot.undivided() if with_undivided else ()), *map(snapshot.packed, owners or ())]
         with _opened(self._own[snapshot.number % 2], "r+b") as stream:
             # A process that dies in between leaves a file that nobody reads.
@@ -133,7 +132,7 @@ class KeptCommits:
         entries = self._entries(_KEPT)[commit]
         header = entries[0][0].header
         assert header is not None
-        return _filled(without_arrays(header, values, 0, 0), entries)
+        return _filled(Snapshot.of_header(header, values, 0, 0), entries)
 
     def _entries(self, mark: bytes) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
         """The entries of each commit with their files and where arrays begin there; any with a header first."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
-from jax_ring.elastic.headers import header_of, without_arrays
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.snapshots import Divided, Have, Lost, Snapshot, array_of, cut, joined
 
@@ -221,8 +220,8 @@ def _broadcast(generation: Generation, snapshot: Snapshot | None, root: int, val
     is_root = generation.process == root
     if is_root:
         assert snapshot is not None
-        generation.put("header", header_of(snapshot))
-    result = snapshot or without_arrays(generation.get("header"), values, generation.process, root)
+        generation.put("header", snapshot.header())
+    result = snapshot or Snapshot.of_header(generation.get("header"), values, generation.process, root)
     arrays = result.undivided()
     sizes = [array.nbytes for array in arrays]
     own = None if snapshot is None else joined(arrays if is_root else [])

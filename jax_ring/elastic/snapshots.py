@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,13 @@ class Divided(NamedTuple):
         return result
 
 
+class _Empty(NamedTuple):
+    """Stands for an array in a header."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
 class Snapshot(NamedTuple):
     """A commit, as one process keeps it.
 
@@ -108,6 +116,56 @@ class Snapshot(NamedTuple):
                 ) from error
         held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
         return cls(number, structure, copies, num_processes, held)
+
+    @classmethod
+    def of_header(cls, header: bytes, values: Mapping[str, Any], process: int, root: int) -> "Snapshot":
+        """The snapshot of a header, with arrays to be filled, in the structure of this process's state.
+
+        values: that state. process, root: this process, and the one whose header it is.
+
+        Raises:
+          RuntimeError: if it is of a state with other leaves.
+        """
+        number, paths, leaves, num_processes, is_divided = pickle.loads(header)
+        own = path_texts(dict(values))
+        if own != paths:
+            difference = sorted(set(own) ^ set(paths))
+            raise RuntimeError(
+                f"jax_ring.elastic: the state of this process, {process}, has other leaves than that of process "
+                f"{root}: {', '.join(difference[:6]) or 'in another order'}. All processes must make the state in the "
+                "same way, and its trees keep their structure."
+            )
+
+        def with_empty(leaf):
+            array = array_of(leaf)
+            return with_array(leaf, np.empty(array.shape, array.dtype)) if isinstance(array, _Empty) else leaf
+
+        structure = jax.tree.structure(dict(values))
+        return cls(number, structure, [*map(with_empty, leaves)], num_processes, () if is_divided else None)
+
+    def header(self) -> bytes:
+        """The snapshot without its arrays: what is sent or kept before the arrays themselves.
+
+        Raises:
+          RuntimeError: if a leaf that is no array cannot be pickled.
+        """
+
+        def without_array(leaf):
+            array = array_of(leaf)
+            if isinstance(array, Divided):
+                return with_array(leaf, array._replace(parts={}))
+            return with_array(leaf, _Empty(array.shape, array.dtype)) if isinstance(array, np.ndarray) else leaf
+
+        leaves = [*map(without_array, self.leaves)]
+        paths = self.paths()
+        try:
+            return pickle.dumps((self.number, paths, leaves, self.num_processes, self.held is not None))
+        except Exception as error:
+            kinds = sorted({type(array_of(leaf)).__name__ for leaf in self.leaves} - {"ndarray", "Divided"})
+            raise RuntimeError(
+                "jax_ring.elastic: a leaf of the state cannot be sent to a new process: it is no array, and cannot be "
+                f"pickled ({error}). The leaves that are no arrays have the types {', '.join(kinds)}."
+            ) from error
 
     def paths(self) -> list[str]:
         return path_texts(jax.tree.unflatten(self.structure, range(len(self.leaves))))
