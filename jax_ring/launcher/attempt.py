@@ -157,7 +157,7 @@ class Attempt:
             return Outcome(late.status, late) if late else Outcome(0)
         if self._failures:
             return self._outcome()
-        self._remote.tell_success()
+        self._remote.tell("succeeded", True)
         return Outcome(0) if self._remote.succeeded() else None
 
     def _outcome(self) -> Outcome:
@@ -305,7 +305,7 @@ class Attempt:
                 processes = list(self._processes.values())
                 self._elastic = Elastic(self._shared, processes, needs, self._start, self._later)
             else:
-                self._remote.tell_enlisted(*needs)
+                self._remote.tell("enlisted", needs)
         members = self._leaving or self._elastic
         assert members is not None
         return members

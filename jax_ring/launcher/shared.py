@@ -10,9 +10,8 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.output import Output
-from jax_ring.launcher.processes import LogFiles, Process
+from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.watching.others import Others
-from jax_ring.launcher.watching.report import Place
 
 
 @dataclasses.dataclass
@@ -71,17 +70,12 @@ class Remote:
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
         """Tells other hosts that this one's processes are being ended."""
 
-    def tell_success(self) -> None:
-        """Tells host 0 that this host's processes have exited with status 0."""
+    def tell(self, what: str, value: Any) -> None:
+        """Tells the launcher that leads of this host's processes.
 
-    def tell_left(self, is_all: bool, reason: str) -> None:
-        """Tells the launcher that leads that a process has left its generation, or all of this host have."""
-
-    def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
-        """Tells it what the processes have asked for."""
-
-    def tell_progress(self, process: Process, place: Place | None) -> None:
-        """Tells it how far a process is, and where."""
+        what: "succeeded" once all have exited with status 0; "left" if one has left its generation, with whether all
+          have, and why; "enlisted" with the `Needs` of an elastic job; "progress" with what `others.encoded` gives.
+        """
 
 
 class Outcome(NamedTuple):

@@ -197,11 +197,11 @@ def test_a_stopped_process_does_not_hold_up_the_others(launchers):
 def test_brief_stops_do_not_add_up(looks, told):
     left, states = [], iter(looks)
     process = types.SimpleNamespace(number=0, name="rank 0 (pid 1)", is_stopped=lambda: next(states) == "T")
-    remote = types.SimpleNamespace(tell_left=lambda is_all, reason: left.append((is_all, reason)))
+    remote = types.SimpleNamespace(tell=lambda what, value: left.append((what, value)))
     watch = Leaving(None, remote, lambda text: None).watch_stopped(lambda: [process], 0.01)
     with pytest.raises(RuntimeError, match="StopIteration"):  # at the end of the looks
         asyncio.run(watch)
-    assert left == told * [(True, "rank 0 (pid 1) has been stopped for 0.01 s (--heartbeat-timeout)")]
+    assert left == told * [("left", [True, "rank 0 (pid 1) has been stopped for 0.01 s (--heartbeat-timeout)"])]
 
 
 def test_what_is_refused(launchers):

@@ -82,7 +82,7 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
         job = Job()
         member = await job.begin()
         other = await job.comes("c") if comes else None
-        job.leader.tell_left(True, "rank 0 has left")
+        job.leader.tell("left", [True, "rank 0 has left"])
         if other:
             await job.goes(other)
         assert member.sent == comes * [{"pending": True, "attempt": 1}]

@@ -7,7 +7,6 @@ from typing import Any
 from jax_ring.launcher import events
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Register
-from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.multi_host.links import Led, Link
 
 
@@ -32,10 +31,6 @@ class Follower(Led):
     def tell_gone(self, gone: list[str]) -> None:
         self._link.send({"gone": gone})
 
-    def tell_stopped(self, why: Failure | None) -> None:
-        """Tells the leader that this host's processes have ended."""
-        self._tell("stopped", str(why))
-
     async def _receive(self) -> None:
         while (message := await self._link.receive()) is not None:
             if "propose" in message:
@@ -58,15 +53,11 @@ class Follower(Led):
     def _start(self, start: dict[str, Any]) -> None:
         group = Group.of_message(start["group"])
         self._register.learn(group, [])
-        self._begin(group.number, group.ids.index(self._own_id))
+        self._attempt = group.number
         plan = group.plan_of(self._own_id, start["coordinator"])
         self._queue.put_nowait(events.RemoteBegin(plan, start["restarts"]))
 
-    # Called by the attempt:
-
-    def tell_left(self, is_all: bool, reason: str) -> None:
-        self._tell("left", [is_all, reason])
-
-    def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
-        self._register.enlisted = min_processes, multiple_of  # for the leader after this one
-        self._tell("enlisted", [min_processes, multiple_of])
+    def tell(self, what: str, value: Any) -> None:
+        if what == "enlisted":
+            self._register.enlisted = value  # for the leader after this one
+        super().tell(what, value)

@@ -296,7 +296,7 @@ class ElasticHost(Job):
                         return outcome
                     if follower.is_lost:
                         return None
-                    follower.tell_stopped(outcome.failure)
+                    follower.tell("stopped", str(outcome.failure))
 
     # ---- Waits -------------------------------------------------------------------------------------------------------
 

@@ -100,10 +100,16 @@ class Leader(Leads):
             return
         if "stopped" in message and not self._is_stopping:
             self._fail(host, f"has ended its processes: {message['stopped']}")
-        elif "left" in message:
-            self._leaves(host, *message["left"])
-        elif "enlisted" in message:
-            self.tell_enlisted(*message["enlisted"])
+        for what, value in message.items():
+            self._learn(host, what, value)
+
+    def _learn(self, host: str, what: str, value: Any) -> None:
+        """Takes what an elastic job's processes on a host do, this one or another."""
+        if what == "left":
+            self._leaves(host, *value)
+        elif what == "enlisted":
+            self._register.enlisted = value
+            self._compare()
 
     def _lose(self, guest: Guest) -> None:
         guest.link.abort()
@@ -235,9 +241,5 @@ class Leader(Leads):
         self._is_stopping = True
         super().tell_stop(signum, grace, reason)
 
-    def tell_left(self, is_all: bool, reason: str) -> None:
-        self._leaves(self._own.id, is_all, reason)
-
-    def tell_enlisted(self, min_processes: int, multiple_of: int | None) -> None:
-        self._register.enlisted = min_processes, multiple_of
-        self._compare()
+    def tell(self, what: str, value: Any) -> None:
+        self._learn(self._own.id, what, value)

@@ -48,7 +48,7 @@ class Leaving:
         self._log(f"{process.name} {how}")
         self._left.add(process.number)
         is_all = all(other.number in self._left for other in running)
-        self._remote.tell_left(is_all, f"{process.name} {how}")
+        self._remote.tell("left", [is_all, f"{process.name} {how}"])
 
     def _tell(self, process: Process) -> None:
         self._server.tell(process.number, {"change_pending": self._is_change_pending})

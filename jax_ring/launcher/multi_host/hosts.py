@@ -79,7 +79,7 @@ class OtherHost(Job):
                 outcome = await self._watch(event.plan, self._spoke)
                 if outcome.is_stopped or outcome.is_ended:
                     return outcome
-                self._spoke.tell_stopped()
+                self._spoke.tell("stopped", True)
 
 
 def job(options: Options) -> Job:

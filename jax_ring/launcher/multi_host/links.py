@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 from jax_ring.launcher import events
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
-from jax_ring.launcher.processes import Process
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
-from jax_ring.launcher.watching.others import encoded
-from jax_ring.launcher.watching.report import Place
 
 # After so long without a sign of life, a side gives the other up. It sends one ten times as often.
 SILENCE_SECONDS = 20.0
@@ -113,14 +110,9 @@ class Led(Remote):
         """leader: its name, for messages."""
         super().__init__()
         self._leader, self._queue = leader, queue
-        self._attempt = self._index = -1
-        self._has_told_success = False
+        self._attempt = -1
         self.is_lost = False
         self.asks_where = asyncio.Event()
-
-    def _begin(self, attempt: int, index: int) -> None:
-        """An attempt begins, on this host as the one with this index."""
-        self._attempt, self._index, self._has_told_success = attempt, index, False
 
     async def close(self) -> None:
         self._receiving.cancel()
@@ -132,19 +124,10 @@ class Led(Remote):
         return False
 
     def tell_failure(self, failure: Failure) -> bool:
-        renamed = dataclasses.replace(failure, name=f"{failure.name} of host {self._index}")
-        self._tell("failed", dataclasses.asdict(renamed))
+        self.tell("failed", dataclasses.asdict(failure))
         return not self.is_lost
 
-    def tell_success(self) -> None:
-        if not self._has_told_success:
-            self._has_told_success = True
-            self._tell("succeeded", True)
-
-    def tell_progress(self, process: Process, place: Place | None) -> None:
-        self._tell("progress", encoded(process, self._index, place))
-
-    def _tell(self, what: str, value: Any) -> None:
+    def tell(self, what: str, value: Any) -> None:
         self._link.send({what: value, "attempt": self._attempt})
 
     def _take(self, message: dict[str, Any]) -> bool:
@@ -232,11 +215,14 @@ class Leads(Remote):
         """Takes a message about the attempt."""
         if message.get("attempt") != self._attempt or host not in self._index:
             return
+        index = self._index[host]
         if "progress" in message:
-            self.others.take(self._index[host], message["progress"])
+            self.others.take(index, message["progress"])
             return
         if "failed" in message:
-            self._queue.put_nowait(events.RemoteFailed(self._index[host], Failure(**message["failed"])))
+            failure = Failure(**message["failed"])
+            failure.name += f" of host {index}"
+            self._queue.put_nowait(events.RemoteFailed(index, failure))
         elif "succeeded" in message:
             self._succeeded.add(host)
         elif "stopped" in message:
@@ -348,7 +334,7 @@ class Spoke(Led):
         while (message := await self._link.receive()) is not None:
             if "start" in message:
                 restart, *others = message["start"]
-                self._begin(restart, self._node)
+                self._attempt = restart
                 self._queue.put_nowait(events.RemoteBegin(Plan(restart, self._slots, *others), restart))
             elif self._take(message):
                 return
@@ -356,7 +342,3 @@ class Spoke(Led):
         reason = "the launcher of host 0 has ended, or cannot be reached"
         self._queue.put_nowait(events.RemoteStop(signal.SIGTERM, 0.0, reason))
         self._queue.put_nowait(events.RemoteEnd(1, reason))
-
-    def tell_stopped(self) -> None:
-        """Tells host 0 that this host's processes have ended."""
-        self._tell("stopped", True)

@@ -49,7 +49,7 @@ class Others:
         self._heard.clear()
 
     def take(self, host: int, message: list[Any]) -> None:
-        number, told = _decoded(message)
+        number, told = _decoded(host, message)
         if told.place is None and (known := self.told.get((host, number))) is not None:
             told = told._replace(place=known.place, notes=told.notes._replace(recent=known.notes.recent))
         self.told[host, number] = told
@@ -81,16 +81,15 @@ class Others:
                 self._send({"stuck": [stuck, late]}, host)
 
 
-def encoded(process: Process, host: int, place: Place | None) -> list[Any]:
-    """A message of a process of this host."""
+def encoded(process: Process, place: Place | None) -> list[Any]:
+    """How far a process of this host is, and where, for `Others.take`."""
     notes = process.page.read()
     if place is None:
         notes = notes._replace(recent={})  # many bytes that only a report needs
-    told = Told(process.rank, f"{process.name} of host {host}", process.status, notes, place)
-    return [process.number, time.monotonic_ns(), *told]
+    return [process.number, time.monotonic_ns(), process.rank, process.name, process.status, notes, place]
 
 
-def _decoded(message: list[Any]) -> tuple[int, Told]:
+def _decoded(host: int, message: list[Any]) -> tuple[int, Told]:
     number, now, rank, name, status, fields, place = message
     notes, shift = Notes(*fields), time.monotonic_ns() - now
 
@@ -104,4 +103,4 @@ def _decoded(message: list[Any]) -> tuple[int, Told]:
     notes = notes._replace(
         completed_at=here(notes.completed_at), compiling_since=here(notes.compiling_since), recent=recent
     )
-    return number, Told(rank, name, status, notes, None if place is None else Place(*place))
+    return number, Told(rank, f"{name} of host {host}", status, notes, None if place is None else Place(*place))

@@ -10,7 +10,7 @@ from typing import Any
 from jax_ring.launcher import events
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
-from jax_ring.launcher.watching import report
+from jax_ring.launcher.watching import others, report
 from jax_ring.launcher.watching.comparison import Comparison, Verdict, seconds_between_looks
 from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
 
@@ -66,7 +66,7 @@ class Watcher:
             self._remote.asks_where.clear()
             places = await self._ask()
         for number, process in self._processes.items():
-            self._remote.tell_progress(process, places.get(number))
+            self._remote.tell("progress", others.encoded(process, places.get(number)))
 
     def asked(self, process: Process, message: dict[str, Any], answer: events.Answer) -> None:
         """A process waits to be asked, and says where it is if it was."""
@@ -95,8 +95,8 @@ class Watcher:
                 self._log(report.of_compilation(process, note))
 
     async def _report(self, verdict: Verdict, notes: Mapping[Hashable, Notes], limit: float) -> None:
-        own, others = await asyncio.gather(self._ask(), self._others.ask(_OTHER_HOSTS_SECONDS))
-        places = own | others
+        own, told = await asyncio.gather(self._ask(), self._others.ask(_OTHER_HOSTS_SECONDS))
+        places = own | told
         now = self._read()
         if any(number not in now or now[number].completed != notes[number].completed for number in verdict.behind):
             self._comparison.forget()  # they have gone on, or ended, meanwhile
