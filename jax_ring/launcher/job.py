@@ -16,13 +16,11 @@ from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
 from jax_ring.launcher.output import Output
-from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.shared import Outcome, Remote, Shared, stopped_by
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Those that mean what the script makes of them, and do not end the job.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_LONGEST_BACKOFF_SECONDS = 60.0
 _OUTPUT_LOST = 120  # Python's exit status where all else went well
 # How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
 _DRAIN_SECONDS = 1.0
@@ -39,47 +37,30 @@ class SignalledError(Exception):
         self.signum = signum
 
 
-class Job:
+class Job(Shared):
     def __init__(self, options: Options) -> None:
-        self._options = options
-        self._queue: asyncio.Queue[events.Event] = asyncio.Queue()
-        self._restarts = 0  # used so far
+        super().__init__(options)
         self._attempt: Attempt | None = None
 
     async def run(self) -> int:
         """Returns the launcher's exit status."""
-        self._output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
-        server = ControlServer(lambda *question: self._queue.put_nowait(events.Asked(*question)))
-        self._shared = Shared(
-            self._options, self._output, self._queue, server, itertools.count(), LogFiles(self._options.log_dir), [],
-            self.take_restart, self.backoff, environment.kept_files(self._options.processes),
-        )  # fmt: skip
+        self.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
+        self.server = ControlServer(lambda *question: self.queue.put_nowait(events.Asked(*question)))
+        self.kept = environment.kept_files(self.options.processes)
         self._receive_signals()
-        await server.start()
+        await self.server.start()
         try:
             outcome = await self._attempts()
         except SignalledError as error:
             outcome = stopped_by(error.signum)
         finally:
-            server.close()
-            for file in self._shared.kept:
+            self.server.close()
+            for file in self.kept:
                 os.close(file)
         return await self._drained(outcome)
 
-    def take_restart(self) -> bool:
-        """Uses up a restart; returns whether there was one."""
-        if self._restarts == self._options.max_restarts:
-            return False
-        self._restarts += 1
-        return True
-
-    def backoff(self) -> float:
-        """The seconds before the last restart taken."""
-        doubled = self._options.backoff * 2.0 ** min(self._restarts - 1, 60)  # larger powers overflow in the end
-        return min(doubled, _LONGEST_BACKOFF_SECONDS)
-
     async def _attempts(self) -> Outcome:
-        slots = tuple(range(self._options.processes))
+        slots = tuple(range(self.options.processes))
         blamed = None  # the slot whose process failed last
         for restart in itertools.count():
             outcome = await self._try(restart, slots)
@@ -87,12 +68,12 @@ class Job:
             if outcome.status == 0 or outcome.is_stopped or outcome.is_ended:
                 break
             if not self.take_restart():
-                self._output.log(f"failed: {failure}")
+                self.output.log(f"failed: {failure}")
                 break
             slot = None if failure is None else dict(enumerate(slots)).get(failure.rank)  # None if not of this host
-            if slot is not None and slot == blamed and len(slots) > self._options.min_processes:
+            if slot is not None and slot == blamed and len(slots) > self.options.min_processes:
                 slots = tuple(other for other in slots if other != slot)
-                self._output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
+                self.output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
             blamed = slot
             await self._back_off(failure)
         return outcome
@@ -100,7 +81,7 @@ class Job:
     async def _back_off(self, failure: Failure | None) -> None:
         """Waits before that restart."""
         wait = self.backoff()
-        self._output.log(f"failed: {failure}; restart {self._restarts} of {self._options.max_restarts} in {wait:g} s")
+        self.output.log(f"failed: {failure}; restart {self.restarts} of {self.options.max_restarts} in {wait:g} s")
         await self._unless_signalled(asyncio.sleep(wait))
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
@@ -117,14 +98,14 @@ class Job:
           plan_of: begins the attempt on the other hosts, with a coordinator, and returns this host's part.
         """
         with environment.reserved_address(host) as coordinator:
-            service = Service(self._output)
+            service = Service(self.output)
             try:
                 plan = plan_of(coordinator)
                 service.begin(coordinator, plan.num_processes)
                 outcome = (await self._watch(plan, remote)).blamed_on(service.failure())
                 if outcome.status != 0:
                     # Other launchers end their processes within the same time. After that they are given up.
-                    patience = self._options.failure_grace + self._options.grace
+                    patience = self.options.failure_grace + self.options.grace
                     try:
                         await self._unless_signalled(remote.stopped(), patience)
                     except TimeoutError:
@@ -136,7 +117,7 @@ class Job:
                 service.end()
 
     async def _watch(self, plan: Plan, remote: Remote) -> Outcome:
-        self._attempt = Attempt(self._shared, plan, remote)
+        self._attempt = Attempt(self, plan, remote)
         try:
             return await self._attempt.run()
         finally:
@@ -156,7 +137,7 @@ class Job:
                 loop.add_signal_handler(signum, handler, signum)
 
     def _signalled(self, signum: int) -> None:
-        self._queue.put_nowait(events.Signalled(signum))
+        self.queue.put_nowait(events.Signalled(signum))
 
     def _pass_on(self, signum: int) -> None:
         if self._attempt is not None:
@@ -170,11 +151,11 @@ class Job:
         """The end of the job on this host, if it is a signal, or the word of the launcher that decides."""
         match event:
             case events.Signalled(signum):
-                self._output.log(f"received {signal.Signals(signum).name}")
+                self.output.log(f"received {signal.Signals(signum).name}")
                 return stopped_by(signum)
             case events.RemoteEnd(status, reason):
                 if status:
-                    self._output.log(f"failed: {reason}")
+                    self.output.log(f"failed: {reason}")
                 return Outcome(status)
         return None
 
@@ -204,38 +185,38 @@ class Job:
         """Waits for a signal. Other events stay queued."""
         others: list[events.Event] = []
         try:
-            while not isinstance(event := await self._queue.get(), events.Signalled):
+            while not isinstance(event := await self.queue.get(), events.Signalled):
                 others.append(event)
             return event.signum
         finally:
             # Events may arrive out of order. For example, host 0 may announce the job before the connection to it is
             # known.
-            others += [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+            others += [self.queue.get_nowait() for _ in range(self.queue.qsize())]
             for event in others:
-                self._queue.put_nowait(event)
+                self.queue.put_nowait(event)
 
     async def _drained(self, outcome: Outcome) -> int:
         """Waits until output is written; returns the exit status.
 
         A success waits for slow readers, until a signal; a failure does not.
         """
-        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
+        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self.options.grace
         try:
             await self._unless_signalled(self._all_written(), patience)
         except SignalledError as error:
             return outcome.status or 128 + error.signum
         except TimeoutError:
             pass
-        return outcome.status or (_OUTPUT_LOST if self._output.is_lost else 0)
+        return outcome.status or (_OUTPUT_LOST if self.output.is_lost else 0)
 
     async def _all_written(self) -> None:
-        copying = set(self._shared.copying)
+        copying = set(self.copying)
         while copying:
             _, copying = await asyncio.wait(copying, timeout=_DRAIN_SECONDS)
-            if copying and self._output.is_idle():
+            if copying and self.output.is_idle():
                 break  # a descendant holds a pipe open, but writes nothing
         for task in copying:
             task.cancel()
         if copying:
             await asyncio.wait(copying)
-        await self._output.written()
+        await self.output.written()

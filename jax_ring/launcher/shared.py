@@ -1,8 +1,7 @@
 """What a job's attempts share, know of other hosts, and come to."""
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
 from typing import Any, NamedTuple
 
 from jax_ring.launcher import events
@@ -13,29 +12,42 @@ from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.watching.others import Others
 
+_LONGEST_BACKOFF_SECONDS = 60.0
 
-@dataclasses.dataclass
+
 class Shared:
     """What a job's attempts share.
 
     Attributes:
+      restarts: used up by the job so far.
       numbers: of processes.
       copying: the tasks that copy the output of processes that have ended.
-      take_restart: uses up one of the restarts; False if there are none left.
-      backoff: the wait before the restart that was taken last, in seconds.
       kept: the files in which elastic jobs keep commits: two for each slot.
     """
 
-    options: Options
     output: Output
-    queue: asyncio.Queue[events.Event]
     server: ControlServer
-    numbers: Iterator[int]
-    logs: LogFiles
-    copying: list[asyncio.Task]
-    take_restart: Callable[[], bool]
-    backoff: Callable[[], float]
     kept: tuple[int, ...]
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.queue: asyncio.Queue[events.Event] = asyncio.Queue()
+        self.restarts = 0
+        self.numbers = itertools.count()
+        self.logs = LogFiles(options.log_dir)
+        self.copying: list[asyncio.Task] = []
+
+    def take_restart(self) -> bool:
+        """Uses up a restart; returns whether there was one."""
+        if self.restarts == self.options.max_restarts:
+            return False
+        self.restarts += 1
+        return True
+
+    def backoff(self) -> float:
+        """The seconds before the last restart taken."""
+        doubled = self.options.backoff * 2.0 ** min(self.restarts - 1, 60)  # larger powers overflow in the end
+        return min(doubled, _LONGEST_BACKOFF_SECONDS)
 
 
 class Remote:

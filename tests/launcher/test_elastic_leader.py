@@ -12,7 +12,7 @@ from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.elastic_hosts.leader import Leader
-from jax_ring.launcher.shared import Outcome
+from jax_ring.launcher.shared import Outcome, Shared
 
 OPTIONS = Options((), nnodes=3, min_nodes=2, coordinators=(("a", 1),))
 
@@ -31,9 +31,9 @@ class Job:
     """A leader a with a group of a and b, which runs."""
 
     def __init__(self):
-        self.queue = asyncio.Queue()
-        self.register = Register(at_the_beginning(["a:1"]))
-        self.leader = Leader(Host("a", "a:1", 1), OPTIONS, self.register, Evidence(20.0), self.queue)
+        shared = Shared(OPTIONS)
+        self.queue, self.register = shared.queue, Register(at_the_beginning(["a:1"]))
+        self.leader = Leader(Host("a", "a:1", 1), shared, self.register, Evidence(20.0))
 
     async def comes(self, name, enlisted=None):
         link = Link()
@@ -112,7 +112,7 @@ def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
 def alone(monkeypatch, **options):
     """The launcher of one host, with what it says."""
     host, said = ElasticHost(Options((), nnodes=2, min_nodes=1, coordinators=(("localhost", 1),), **options)), []
-    monkeypatch.setattr(host, "_output", types.SimpleNamespace(log=said.append), raising=False)
+    monkeypatch.setattr(host, "output", types.SimpleNamespace(log=said.append), raising=False)
     return host, said
 
 
@@ -130,7 +130,7 @@ def test_enough_hosts_wait_for_more_as_long_as_they_may(monkeypatch):
 def test_a_spare_has_time_to_find_the_next_leader(monkeypatch):
     host, _ = alone(monkeypatch, node_timeout=10.0)
     host._since -= 100
-    host._queue.put_nowait(events.RemoteStop(15, 0.0, "the launcher that leads has ended"))
+    host.queue.put_nowait(events.RemoteStop(15, 0.0, "the launcher that leads has ended"))
     assert asyncio.run(host._followed(types.SimpleNamespace(is_lost=True))) is None
     assert host._left() > 5
 

@@ -183,19 +183,19 @@ def test_events_are_kept_while_something_else_is_awaited():
 
     async def scenario():
         job = Job.__new__(Job)
-        job._queue = asyncio.Queue()
+        job.queue = asyncio.Queue()
 
         async def connects():
-            job._queue.put_nowait(first)
+            job.queue.put_nowait(first)
             for _ in range(5):
                 await asyncio.sleep(0)
-            job._queue.put_nowait(second)
+            job.queue.put_nowait(second)
 
         await job._unless_signalled(connects(), 10)
-        job._queue.put_nowait(events.Signalled(signal.SIGTERM))
+        job.queue.put_nowait(events.Signalled(signal.SIGTERM))
         with pytest.raises(SignalledError) as raised:
             await job._unless_signalled(asyncio.sleep(10))
         assert raised.value.signum == signal.SIGTERM
-        return [await asyncio.wait_for(job._queue.get(), 10) for _ in range(2)]
+        return [await asyncio.wait_for(job.queue.get(), 10) for _ in range(2)]
 
     assert asyncio.run(scenario()) == [first, second]

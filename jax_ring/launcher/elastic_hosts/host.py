@@ -46,7 +46,7 @@ class ElasticHost(Job):
                 if outcome is not None:
                     return outcome
         except TimeoutError:
-            self._output.log(f"failed: {self._why_not()}")
+            self.output.log(f"failed: {self._why_not()}")
             return Outcome(1)
         finally:
             if self._server is not None:
@@ -71,7 +71,7 @@ class ElasticHost(Job):
                 taken |= {address} if error.errno == errno.EADDRINUSE else set()
                 continue
             if (why_not := environment.why_unreachable(server, host)) is not None:
-                self._output.log(why_not)
+                self.output.log(why_not)
             break
         if server is None:
             if self._server is not None:
@@ -125,7 +125,7 @@ class ElasticHost(Job):
                 return leader
             answers = {address: each for address, each in found.items() if isinstance(each, Answer)}
             for address in sorted(taken - {*answers} - said):
-                self._output.log(f"cannot listen at --coordinator {address}: another program listens there")
+                self.output.log(f"cannot listen at --coordinator {address}: another program listens there")
                 said.add(address)
             if self._own.address in self._order and all(each.state == asking.SEARCHES for each in answers.values()):
                 earlier = self._order[: self._order.index(self._own.address)]
@@ -137,9 +137,8 @@ class ElasticHost(Job):
 
     async def _lead(self) -> Outcome | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
-        self._leader = Leader(self._own, self._options, self._register, self._evidence, self._queue)
-        self._leader.restarts = self._restarts
-        self._output.log(f"this launcher leads, at {self._own.address}")
+        self._leader = Leader(self._own, self, self._register, self._evidence)
+        self.output.log(f"this launcher leads, at {self._own.address}")
         before: tuple[Host, ...] = ()
         failure = None
         try:
@@ -147,14 +146,12 @@ class ElasticHost(Job):
                 group = await self._unless_signalled(self._formed(self._leader))
                 if group is None:
                     return None
-                self._restarts = self._leader.restarts
                 if group.hosts == before and not self._leader.has_changed:
                     if not self.take_restart():
                         reason = str(failure or "the processes have left; no restarts are left (--max-restarts)")
-                        self._output.log(f"failed: {reason}")
+                        self.output.log(f"failed: {reason}")
                         await self._leader.end(1, reason)
                         return Outcome(failure.status if failure else 1, failure)
-                    self._leader.restarts = self._restarts
                     await self._back_off(failure)
                 if not self._leader.is_complete(group):
                     continue
@@ -167,7 +164,7 @@ class ElasticHost(Job):
                 before, failure = group.hosts, outcome.failure
         except TimeoutError:
             reason = self._why_not()
-            self._output.log(f"failed: {reason}")
+            self.output.log(f"failed: {reason}")
             await self._leader.end(1, reason)
             return Outcome(1)
         finally:
@@ -206,7 +203,7 @@ class ElasticHost(Job):
         """Whether to start with these hosts, after a wait for others."""
         last = self._register.started
         if last.number == 0:
-            return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
+            return len(hosts) == self.options.nnodes or waited >= self.options.join_timeout
         here = {self._own.id, *leader.guests}
         return waited >= self._regroup or all(
             host in here or self._evidence.is_accounted_for(host) for host in last.ids
@@ -214,7 +211,7 @@ class ElasticHost(Job):
 
     async def _try_on_all(self, leader: Leader, group: Group) -> Outcome:
         def plan_of(coordinator: str) -> Plan:
-            events.forget(self._queue, but=events.Signalled)
+            events.forget(self.queue, but=events.Signalled)
             leader.begin(group, coordinator)
             self._say(group)
             return group.plan_of(self._own.id, coordinator)
@@ -230,13 +227,13 @@ class ElasticHost(Job):
 
     def _say(self, group: Group) -> None:
         hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
-        self._output.log(f"generation {group.number - 1}: hosts {hosts}")
+        self.output.log(f"generation {group.number - 1}: hosts {hosts}")
 
     # ---- Following ---------------------------------------------------------------------------------------------------
 
     async def _follow(self, address: str) -> Outcome | None:
         """Follows a launcher until the job ends; returns None if that is lost."""
-        events.forget(self._queue, but=events.Signalled)
+        events.forget(self.queue, but=events.Signalled)
         try:
             link = await asking.connected(address, self._silence)
         except OSError:
@@ -245,9 +242,9 @@ class ElasticHost(Job):
             assert self._server is not None
             port = self._server.sockets[0].getsockname()[1]
             self._own = self._own._replace(address=environment.joined(link.own_address, port))
-        options = self._options
+        options = self.options
         hello = {
-            "host": self._own, "node_rank": options.node_rank, "gone": self._gone(), "restarts": self._restarts,
+            "host": self._own, "node_rank": options.node_rank, "gone": self._gone(), "restarts": self.restarts,
             "started": self._register.started, "accepted": self._register.accepted,
             "enlisted": self._register.enlisted,
             "options": [options.min_nodes, options.nnodes, self._silence],
@@ -259,12 +256,12 @@ class ElasticHost(Job):
             return None
         if "error" in message:
             link.abort()
-            self._output.log(f"failed: {address} has refused this host: {message['error']}")
+            self.output.log(f"failed: {address} has refused this host: {message['error']}")
             return Outcome(2)
         leader_id = message["welcome"]
         self._evidence.found(leader_id)
-        self._follower = Follower(link, address, self._own.id, leader_id, self._register, self._evidence, self._queue)
-        self._output.log(f"follows the launcher at {address}")
+        self._follower = Follower(link, address, self._own.id, leader_id, self._register, self._evidence, self.queue)
+        self.output.log(f"follows the launcher at {address}")
         try:
             return await self._followed(self._follower)
         finally:
@@ -275,7 +272,7 @@ class ElasticHost(Job):
         while True:
             try:
                 async with asyncio.timeout(_ASK_SECONDS):
-                    event = await self._queue.get()
+                    event = await self.queue.get()
             except TimeoutError:
                 # The leader may need to know who has ended.
                 await self._unless_signalled(self._ask())
@@ -285,11 +282,11 @@ class ElasticHost(Job):
                 return end
             match event:
                 case events.RemoteStop() if follower.is_lost:
-                    self._output.log(event.reason)
+                    self.output.log(event.reason)
                     self._note_enough()
                     return None
                 case events.RemoteBegin(plan, restarts):
-                    self._restarts = restarts
+                    self.restarts = restarts
                     outcome = await self._watch(plan, follower)
                     self._note_enough()
                     if outcome.is_stopped or outcome.is_ended:
@@ -302,7 +299,7 @@ class ElasticHost(Job):
 
     def _left(self) -> float:
         """How long this host may wait for others."""
-        return max(0.0, self._since + self._options.node_timeout - time.monotonic())
+        return max(0.0, self._since + self.options.node_timeout - time.monotonic())
 
     def _note_enough(self) -> None:
         self._since, self._since_time = time.monotonic(), time.strftime("%H:%M:%S")
@@ -312,7 +309,7 @@ class ElasticHost(Job):
         guests = [guest.host for guest in self._leader.guests.values()] if self._leader else []
         here = [self._own, *guests]
         ids = {host.id for host in here} | {host.address for host in here}
-        last, options = self._register.started, self._options
+        last, options = self._register.started, self.options
         missing = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in ids]
         of_what = f"hosts of generation {last.number - 1}" if last.number else "hosts of --coordinator"
         least, _ = self._register.enlisted or (1, None)

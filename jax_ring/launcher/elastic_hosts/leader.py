@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, chosen
 from jax_ring.launcher.failures import NO_RANK, Failure
 from jax_ring.launcher.multi_host.links import Leads, Link
+from jax_ring.launcher.shared import Shared
 
 
 @dataclasses.dataclass
@@ -29,18 +29,15 @@ class Leader(Leads):
     """Attributes:
     guests: other hosts that have come, by id, in the order in which they have.
     group: that runs.
-    restarts: used up by the job so far.
     has_changed: whether a host has been lost since the group was started, or its processes have left for a change.
     """
 
-    def __init__(
-        self, own: Host, options: Options, register: Register, evidence: Evidence, queue: asyncio.Queue[events.Event]
-    ) -> None:
-        super().__init__(own.address, queue)
-        self._own, self._options, self._register, self._evidence = own, options, register, evidence
+    def __init__(self, own: Host, shared: Shared, register: Register, evidence: Evidence) -> None:
+        super().__init__(own.address, shared.queue)
+        self._own, self._shared, self._options = own, shared, shared.options
+        self._register, self._evidence = register, evidence
         self.guests: dict[str, Guest] = {}
         self.group: Group | None = None
-        self.restarts = 0
         self.has_changed = False
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None
@@ -62,7 +59,7 @@ class Leader(Leads):
         self._register.learn(
             Group.of_message(hello["started"]), [Group.of_message(group) for group in hello["accepted"]]
         )
-        self.restarts = max(self.restarts, hello["restarts"])
+        self._shared.restarts = max(self._shared.restarts, hello["restarts"])
         self._register.enlisted = self._register.enlisted or hello["enlisted"]
         link.send({"welcome": self._own.id})
         self._compare()
@@ -190,7 +187,7 @@ class Leader(Leads):
         self._begin(group.number, {host: index for index, host in enumerate(group.ids) if host != self._own.id})
         self._is_change_pending = self._has_told_change = self._is_stopping = self.has_changed = False
         for host in set(self.guests) & set(group.ids):
-            start = {"group": group, "coordinator": coordinator, "restarts": self.restarts}
+            start = {"group": group, "coordinator": coordinator, "restarts": self._shared.restarts}
             self.guests[host].link.send({"start": start})
         for spare in set(self.guests) - set(group.ids):
             self.guests[spare].link.send({"started": group})

@@ -15,8 +15,8 @@ class FirstHost(Job):
     """Decides for all hosts, and hosts the coordination service."""
 
     async def _attempts(self) -> Outcome:
-        options, log = self._options, self._output.log
-        self._hub = Hub(options.nnodes, self._queue)
+        options, log = self.options, self.output.log
+        self._hub = Hub(options.nnodes, self.queue)
         host, port = options.coordinators[0]
         try:
             server = await self._hub.start(host, port)
@@ -36,12 +36,12 @@ class FirstHost(Job):
         return outcome
 
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
-        options = self._options
+        options = self.options
         try:
             await self._unless_signalled(self._hub.gathered(), options.node_timeout)
         except TimeoutError:
             missing = ", ".join(map(str, self._hub.missing()))
-            self._output.log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
+            self.output.log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
             return Outcome(1, is_ended=True)
 
         def plan_of(coordinator: str) -> Plan:
@@ -55,9 +55,9 @@ class OtherHost(Job):
     """Follows host 0."""
 
     async def _attempts(self) -> Outcome:
-        options, log = self._options, self._output.log
+        options, log = self.options, self.output.log
         assert options.node_rank is not None
-        self._spoke = Spoke(options.node_rank, self._queue)
+        self._spoke = Spoke(options.node_rank, self.queue)
         host, port = options.coordinators[0]
         connecting = self._spoke.connect(host, port, options.nnodes, options.processes)
         try:
@@ -72,7 +72,7 @@ class OtherHost(Job):
 
     async def _follow(self) -> Outcome:
         while True:
-            event = await self._queue.get()
+            event = await self.queue.get()
             if (end := self._end_of(event)) is not None:
                 return end
             if isinstance(event, events.RemoteBegin):
