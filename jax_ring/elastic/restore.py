@@ -24,25 +24,9 @@ class Stores(NamedTuple):
     given: KeptCommits | None = None
 
 
-class Restored(NamedTuple):
-    """What a generation starts from.
-
-    Attributes:
-      snapshot: the commit, with no leaf divided, the same in all processes.
-      newcomers: processes without a commit.
-    """
-
-    snapshot: Snapshot
-    newcomers: int
-
-
 def restore(
-    generation: Generation,
-    made_in: int,
-    snapshots: Sequence[Snapshot],
-    values: Mapping[str, Any],
-    stores: Stores,
-) -> Restored:
+    generation: Generation, made_in: int, snapshots: Sequence[Snapshot], values: Mapping[str, Any], stores: Stores
+) -> tuple[Snapshot, int]:
     """Agrees with all other members on a commit, and puts it together.
 
     If none has a commit, they start from the newest one that is stored, and else from the values of process 0.
@@ -51,7 +35,9 @@ def restore(
       made_in: the generation in which the commits of this process were made; -1 if it has none.
       snapshots: these commits.
       values: its state as the script has made it.
-      stores: where commits outlive the processes.
+
+    Returns:
+      The commit, with no leaf divided, the same in all processes; and how many processes had none.
 
     Raises:
       RuntimeError: if parts of the commit are lost and none is stored; or if the states of the processes have
@@ -63,7 +49,7 @@ def restore(
     _ = generation.exchange
     newest_made_in = max(number for number, _ in posted)
     if newest_made_in < 0:
-        return Restored(_first_of_all(generation, values, stores), 0)
+        return _first_of_all(generation, values, stores), 0
     # The commits of a former spare are older than the others', so treat it like a new process.
     known = [
         {int(number): Have(*have) for number, have in haves.items()} if made == newest_made_in else {}
@@ -76,11 +62,13 @@ def restore(
     if (lost := _lost(have)) and stores.given is not None:
         chosen, have = _from_spares(generation, newest_made_in, chosen, have, lost, stores.given)
         lost = _lost(have)
-    if lost:
-        snapshot = _from_stores(generation, values, stores, number, lost)
-    else:
-        snapshot = _assembled(generation, chosen, have, values)
-    return Restored(snapshot, generation.num_processes - len(newest))
+    snapshot = _loaded(generation, values, stores) if lost else _assembled(generation, chosen, have, values)
+    if snapshot is None:
+        raise _parts_are_lost(
+            stores, f"commit {number}", f"Of its processes {', '.join(map(str, lost))} and those that had copies of "
+            "their parts have ended at the same time"
+        )  # fmt: skip
+    return snapshot, generation.num_processes - len(newest)
 
 
 def _from_spares(
@@ -132,16 +120,6 @@ def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Sto
     return _assembled(generation, own._replace(leaves=leaves), have, values)
 
 
-def _from_stores(generation, values, stores: Stores, number: int, lost: Sequence[int]) -> Snapshot:
-    snapshot = _loaded(generation, values, stores)
-    if snapshot is not None:
-        return snapshot
-    raise _parts_are_lost(
-        stores, f"commit {number}", f"Of its processes {', '.join(map(str, lost))} and those that had copies of their "
-        "parts have ended at the same time"
-    )  # fmt: skip
-
-
 def _parts_are_lost(stores: Stores, of_what: str, why: str = "The hosts that had them have gone") -> RuntimeError:
     directory = stores.checkpoints and stores.checkpoints.directory
     where = f"there is no checkpoint in {directory}" if directory else "no directory was given"
@@ -191,10 +169,7 @@ def _lost(have: Sequence[Have | None]) -> list[int]:
 
 
 def _assembled(
-    generation: Generation,
-    snapshot: Snapshot | None,
-    have: Sequence[Have | None],
-    values: Mapping[str, Any],
+    generation: Generation, snapshot: Snapshot | None, have: Sequence[Have | None], values: Mapping[str, Any]
 ) -> Snapshot:
     """A commit with all parts, in all processes.
 

@@ -139,19 +139,15 @@ class State:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
         stores = Stores(self._kept, self._checkpoints, self._given)
-        restored = restore(generation, self._made_in, self._snapshots, self._values, stores)
+        snapshot, newcomers = restore(generation, self._made_in, self._snapshots, self._values, stores)
         if self._given is not None:
             self._given.take_back()
-        if self._kept is not None and generation.layout.has_several_hosts and restored.snapshot.number:
+        if self._kept is not None and generation.layout.has_several_hosts and snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
-            self._kept.write(restored.snapshot, generation)
+            self._kept.write(snapshot, generation)
         # Every leaf is complete here, so another process may be lost before the next commit.
-        self.__dict__.update(
-            _snapshots=[restored.snapshot],
-            _values=restored.snapshot.trees(),
-            _made_in=generation.number,
-        )
-        return restored.newcomers
+        self.__dict__.update(_snapshots=[snapshot], _values=snapshot.trees(), _made_in=generation.number)
+        return newcomers
 
     def _give(self) -> None:
         """Gives the members this process's parts of the commits. With keep='host' they have them."""

@@ -67,7 +67,7 @@ class Alone:
 def newest(files, divided=True, **others):
     """What a job goes on from."""
     state = values(0, divided) | others
-    return restore(Alone(), -1, [], state, Stores(KeptCommits(files, 0), None)).snapshot
+    return restore(Alone(), -1, [], state, Stores(KeptCommits(files, 0), None))[0]
 
 
 def assert_newest(files, number, divided=True):
@@ -122,7 +122,7 @@ def test_on_several_hosts_any_may_be_lost():
         KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, layout))
     for files in hosts:
         stores = Stores(KeptCommits(files, 0), None)
-        found = restore(Alone(), -1, [], {"m": whole * 0, "step": 0}, stores).snapshot
+        found = restore(Alone(), -1, [], {"m": whole * 0, "step": 0}, stores)[0]
         assert found.number == 5
         np.testing.assert_array_equal(found.trees()["m"], whole)
         for file in files:
@@ -186,8 +186,8 @@ def test_a_spare_gives_its_parts_until_it_is_a_member(files):
     assert first.with_given(snapshot_of(0, 7), 2, [1]) is None
     assert first.with_given(snapshot_of(0, 8), 3, [1]) is None
     assert first.commits() == {}
-    restored = restore(Alone(), 3, [snapshot_of(0, 7)], values(0), Stores(None, None, first))
-    assert_values(restored.snapshot, 7)
+    restored, _ = restore(Alone(), 3, [snapshot_of(0, 7)], values(0), Stores(None, None, first))
+    assert_values(restored, 7)
     spare.take_back()
     assert first.with_given(snapshot_of(0, 7), 3, [1]) is None
     assert all(os.fstat(file).st_size == 0 for file in files)

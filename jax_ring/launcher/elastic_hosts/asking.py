@@ -27,11 +27,7 @@ class Answer(NamedTuple):
     runs: bool
 
 
-class Refused(NamedTuple):
-    """Nobody listens at an address of a machine that is there."""
-
-
-Found = dict[str, Answer | Refused]  # by address
+Found = dict[str, Answer | None]  # by address; None where a machine is there, and nobody listens
 
 
 def split(address: str) -> tuple[str, int]:
@@ -41,9 +37,9 @@ def split(address: str) -> tuple[str, int]:
 
 async def ask(addresses: Iterable[str], silence: float) -> Found:
     """What listens at these addresses; without those that are silent."""
-    addresses = tuple(addresses)
-    found = await asyncio.gather(*(_ask(address, silence) for address in addresses))
-    return {address: each for address, each in zip(addresses, found, strict=True) if each is not None}
+    found: Found = {}
+    await asyncio.gather(*(_ask(address, silence, found) for address in addresses))
+    return found
 
 
 async def connected(address: str, silence: float) -> Link:
@@ -56,20 +52,21 @@ async def connected(address: str, silence: float) -> Link:
         return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
 
 
-async def _ask(address: str, silence: float) -> Answer | Refused | None:
+async def _ask(address: str, silence: float, found: Found) -> None:
     try:
         link = await connected(address, silence)
     except ConnectionRefusedError:
-        return Refused()
+        found[address] = None
+        return
     except OSError:
-        return None
+        return
     try:
         link.send({"ask": True})
         async with asyncio.timeout(_SECONDS):
-            message = await link.receive()
-        return None if message is None else Answer(*message["answer"])
+            if message := await link.receive():
+                found[address] = Answer(*message["answer"])
     except (TimeoutError, KeyError, TypeError):
-        return None
+        pass  # as if it were silent
     finally:
         link.abort()
 
@@ -79,7 +76,7 @@ def best_leader(found: Found, order: list[str]) -> str | None:
 
     order: addresses; earlier ones are preferred.
     """
-    leaders = {address: each for address, each in found.items() if isinstance(each, Answer) and each.state == LEADS}
+    leaders = {address: each for address, each in found.items() if each and each.state == LEADS}
 
     def rank(address: str) -> tuple[int, bool, int]:
         place = order.index(address) if address in order else len(order)

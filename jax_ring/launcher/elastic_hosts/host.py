@@ -8,7 +8,7 @@ import time
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts import asking
-from jax_ring.launcher.elastic_hosts.asking import Answer, Found, Refused
+from jax_ring.launcher.elastic_hosts.asking import Answer, Found
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.follower import Follower
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
@@ -36,7 +36,6 @@ class ElasticHost(Job):
         self._leader: Leader | None = None
         self._follower: Follower | None = None
         self._since = time.monotonic()  # when there were last enough hosts
-        self._since_time = time.strftime("%H:%M:%S")
 
     async def _attempts(self) -> Outcome:
         try:
@@ -106,9 +105,8 @@ class ElasticHost(Job):
             if host.id == self._own.id:
                 continue
             answer = found.get(host.address)
-            is_other = isinstance(answer, Answer) and answer.id != host.id
-            is_own = host.address == self._own.address
-            if isinstance(answer, Refused) or is_other or is_own:
+            is_gone = host.address in found and (answer is None or answer.id != host.id)
+            if is_gone or host.address == self._own.address:
                 self._evidence.ended(host.id)
         return found
 
@@ -123,7 +121,7 @@ class ElasticHost(Job):
             found = await self._ask()
             if (leader := asking.best_leader(found, self._order)) is not None:
                 return leader
-            answers = {address: each for address, each in found.items() if isinstance(each, Answer)}
+            answers = {address: each for address, each in found.items() if each}
             for address in sorted(taken - {*answers} - said):
                 self.output.log(f"cannot listen at --coordinator {address}: another program listens there")
                 said.add(address)
@@ -188,7 +186,7 @@ class ElasticHost(Job):
                     return None
             hosts = leader.hosts()
             if hosts and leader.is_enough(self._gone()):
-                self._note_enough()
+                self._since = time.monotonic()
                 enough_since = enough_since or now
                 waited = time.monotonic() - enough_since
                 if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts, self._regroup)):
@@ -213,7 +211,8 @@ class ElasticHost(Job):
         def plan_of(coordinator: str) -> Plan:
             events.forget(self.queue, but=events.Signalled)
             leader.begin(group, coordinator)
-            self._say(group)
+            hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
+            self.output.log(f"generation {group.number - 1}: hosts {hosts}")
             return group.plan_of(self._own.id, coordinator)
 
         try:
@@ -223,11 +222,7 @@ class ElasticHost(Job):
             return outcome
         finally:
             leader.ended()
-            self._note_enough()
-
-    def _say(self, group: Group) -> None:
-        hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
-        self.output.log(f"generation {group.number - 1}: hosts {hosts}")
+            self._since = time.monotonic()
 
     # ---- Following ---------------------------------------------------------------------------------------------------
 
@@ -283,12 +278,12 @@ class ElasticHost(Job):
             match event:
                 case events.RemoteStop() if follower.is_lost:
                     self.output.log(event.reason)
-                    self._note_enough()
+                    self._since = time.monotonic()
                     return None
                 case events.RemoteBegin(plan, restarts):
                     self.restarts = restarts
                     outcome = await self._watch(plan, follower)
-                    self._note_enough()
+                    self._since = time.monotonic()
                     if outcome.is_stopped or outcome.is_ended:
                         return outcome
                     if follower.is_lost:
@@ -301,11 +296,9 @@ class ElasticHost(Job):
         """How long this host may wait for others."""
         return max(0.0, self._since + self.options.node_timeout - time.monotonic())
 
-    def _note_enough(self) -> None:
-        self._since, self._since_time = time.monotonic(), time.strftime("%H:%M:%S")
-
     def _why_not(self) -> str:
         """Why this host does not go on."""
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self._since))
         guests = [guest.host for guest in self._leader.guests.values()] if self._leader else []
         here = [self._own, *guests]
         ids = {host.id for host in here} | {host.address for host in here}
@@ -315,7 +308,7 @@ class ElasticHost(Job):
         least, _ = self._register.enlisted or (1, None)
         processes = f" with {least} processes (min_processes)" if least > 1 else ""
         return (
-            f"too few hosts for {options.node_timeout:g} s (--node-timeout), since {self._since_time}: "
+            f"too few hosts for {options.node_timeout:g} s (--node-timeout), since {since}: "
             f"{len(here)} here, and it takes {options.min_nodes} (--nnodes {options.min_nodes}:{options.nnodes})"
             f"{processes}, and of the {len(last.hosts)} {of_what} more than half, or half with the first. Missing: "
             f"{', '.join(missing) or 'none of these'}"
