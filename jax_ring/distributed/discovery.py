@@ -23,17 +23,11 @@ _SEPARATOR = "\0"  # of the fields of a published host
 
 
 class _Host(NamedTuple):
-    """The host of a process, as it publishes it.
+    """The host of a process, as it publishes it."""
 
-    Attributes:
-      id: equal where processes share memory.
-      memory: identifies the process's shared memory; empty if unknown.
-      name: for messages.
-    """
-
-    id: str
-    memory: str
-    name: str
+    id: str  # equal where processes share memory
+    memory: str  # identifies the process's shared memory; empty if unknown
+    name: str  # for messages
 
 
 class _Membership:

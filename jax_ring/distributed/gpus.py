@@ -8,32 +8,22 @@ from jax_ring import _compat, runtime
 
 
 class Identity(NamedTuple):
-    """A GPU or MIG slice, as all processes of a host see it.
+    """A GPU or MIG slice, as all processes of a host see it."""
 
-    Attributes:
-      bus_id: its PCI address, shared by slices.
-      uuid: differs between slices.
-    """
-
-    bus_id: str
-    uuid: str
+    bus_id: str  # its PCI address, shared by slices
+    uuid: str  # differs between slices
 
     def shares_gpu_with(self, other: "Identity") -> bool:
         return self.bus_id == other.bus_id or self.uuid == other.uuid
 
 
 class Gpus(NamedTuple):
-    """What a process tells of GPUs.
+    """What a process tells of GPUs."""
 
-    Attributes:
-      own: its JAX devices, by id.
-      severed: pairs of visible GPUs, the first without peer access to the second.
-      why_not: why it can serve no GPUs, or "".
-    """
-
-    own: tuple[Identity, ...] = ()
+    own: tuple[Identity, ...] = ()  # its JAX devices, by id
+    # pairs of visible GPUs, the first without peer access to the second
     severed: frozenset[tuple[Identity, Identity]] = frozenset()
-    why_not: str = ""
+    why_not: str = ""  # why it can serve no GPUs, or ""
 
     def to_bytes(self) -> bytes:
         return json.dumps([self.own, sorted(self.severed), self.why_not]).encode()

@@ -31,20 +31,13 @@ class CommitId(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a process has written of a commit, in front of its arrays.
+    """What a process has written of a commit, in front of its arrays."""
 
-    Attributes:
-      commit: which one.
-      num_processes: that have made it.
-      header: the snapshot without its arrays. None but in the first process of each host, which writes all that is not
-        divided.
-      owners: the processes whose parts of divided leaves follow; None if none is divided.
-    """
-
-    commit: CommitId
-    num_processes: int
+    commit: CommitId  # which one
+    num_processes: int  # that have made it
+    # the snapshot without its arrays. None but in the first process of each host, which writes all that is not divided.
     header: bytes | None
-    owners: tuple[int, ...] | None
+    owners: tuple[int, ...] | None  # the processes whose parts of divided leaves follow; None if none is divided
 
 
 class KeptCommits:

@@ -24,18 +24,12 @@ class Key:
 
 
 class Divided(NamedTuple):
-    """An array divided over the devices of several processes.
+    """An array divided over the devices of several processes."""
 
-    Attributes:
-      shape, dtype: those of the whole array.
-      boxes: by process, where its parts are. A process keeps its parts and its neighbor's.
-      parts: by process, the parts that are here.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole array
     dtype: np.dtype
-    boxes: tuple[tuple[Box, ...], ...]
-    parts: dict[int, list[np.ndarray]]
+    boxes: tuple[tuple[Box, ...], ...]  # by process, where its parts are
+    parts: dict[int, list[np.ndarray]]  # by process, those that are here: its own, and its neighbor's
 
     @classmethod
     def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":
@@ -80,21 +74,13 @@ class _Empty(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A commit, as one process keeps it.
+    """A commit, as one process keeps it."""
 
-    Attributes:
-      number: of earlier commits.
-      structure: that of the dictionary of trees.
-      leaves: arrays of numpy, `Divided`, `Key`s of either, and copies of anything else.
-      num_processes: over which leaves are divided.
-      held: the processes whose parts are here; None if no leaf is divided.
-    """
-
-    number: int
-    structure: Any
-    leaves: list[Any]
-    num_processes: int
-    held: tuple[int, ...] | None
+    number: int  # of earlier commits
+    structure: Any  # that of the dictionary of trees
+    leaves: list[Any]  # arrays of numpy, `Divided`, `Key`s of either, and copies of anything else
+    num_processes: int  # over which leaves are divided
+    held: tuple[int, ...] | None  # the processes whose parts are here; None if no leaf is divided
 
     @classmethod
     def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
@@ -209,15 +195,10 @@ class Snapshot(NamedTuple):
 
 
 class Have(NamedTuple):
-    """What others need to know of a process's or a host's snapshot.
+    """What others need to know of a process's or a host's snapshot."""
 
-    Attributes:
-      num_processes: over which its divided leaves are divided.
-      held: the processes whose parts it has; None if no leaf is divided.
-    """
-
-    num_processes: int
-    held: Sequence[int] | None
+    num_processes: int  # over which its divided leaves are divided
+    held: Sequence[int] | None  # the processes whose parts it has; None if no leaf is divided
 
 
 def array_of(leaf: Any) -> Any:

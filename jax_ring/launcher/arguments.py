@@ -13,19 +13,11 @@ _MOST_DEVICES = 4096  # their indices fit into a variable
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to run, and how: the options of the command line, with times in seconds.
+    """What to run, and how: the options of the command line, with times in seconds."""
 
-    Attributes:
-      command: script or module, with arguments.
-      min_processes: of this host, without which the job ends.
-      nnodes: the number of hosts; if they may come and go, the largest one.
-      min_nodes: if hosts may come and go, how many are enough; else 0.
-      coordinators: where launchers listen to the others, in the order in which they may lead: (host, port).
-    """
-
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # script or module, with arguments
     is_module: bool = False
-    min_processes: int = 1
+    min_processes: int = 1  # of this host, without which the job ends
     processes: int = 1
     devices: int | None = None
     max_restarts: int = 0
@@ -37,9 +29,10 @@ class Options:
     log_dir: pathlib.Path | None = None
     watch: float | None = None
     on_stuck: str | None = None
-    nnodes: int = 1
-    min_nodes: int = 0
+    nnodes: int = 1  # the number of hosts; if they may come and go, the largest one
+    min_nodes: int = 0  # if hosts may come and go, how many are enough; else 0
     node_rank: int | None = 0
+    # where launchers listen to the others, in the order in which they may lead: (host, port)
     coordinators: tuple[tuple[str, int], ...] = ()
     node_timeout: float = 300.0
     join_timeout: float = 30.0

@@ -50,23 +50,14 @@ def kept_files(slots: int) -> tuple[int, ...]:
 
 
 class Plan(NamedTuple):
-    """What to start.
+    """What to start."""
 
-    Attributes:
-      restart: how often the job was restarted.
-      slots: the places used on this host, which decide the devices.
-      first: index of this host's first process.
-      num_processes: of all hosts.
-      coordinator: host:port of the coordination service.
-      hosts: the index of each host's first process, if hosts come and go.
-    """
-
-    restart: int
-    slots: tuple[int, ...]
-    first: int
-    num_processes: int
-    coordinator: str
-    hosts: tuple[int, ...] = ()
+    restart: int  # how often the job was restarted
+    slots: tuple[int, ...]  # the places used on this host, which decide the devices
+    first: int  # index of this host's first process
+    num_processes: int  # of all hosts
+    coordinator: str  # host:port of the coordination service
+    hosts: tuple[int, ...] = ()  # the index of each host's first process, if hosts come and go
 
 
 def variables(

@@ -31,15 +31,10 @@ class Asked(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """Processes no longer go on, and the job is to end.
+    """Processes no longer go on, and the job is to end."""
 
-    Attributes:
-      blamed: what is said of those for which the others wait, by process.
-      waiting: the others that are behind.
-    """
-
-    blamed: dict[int, str]
-    waiting: tuple[int, ...]
+    blamed: dict[int, str]  # what is said of those for which the others wait, by process
+    waiting: tuple[int, ...]  # the others that are behind
 
 
 class RemoteFailed(NamedTuple):
@@ -59,15 +54,10 @@ class RemoteStop(NamedTuple):
 
 
 class RemoteBegin(NamedTuple):
-    """The launcher that leads starts an attempt.
+    """The launcher that leads starts an attempt."""
 
-    Attributes:
-      plan: this host's part of it.
-      restarts: used up by the job so far.
-    """
-
-    plan: Plan
-    restarts: int
+    plan: Plan  # this host's part of it
+    restarts: int  # used up by the job so far
 
 
 class RemotePending(NamedTuple):

@@ -11,21 +11,13 @@ _MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
 
 @dataclasses.dataclass
 class Failure:
-    """The failure of a process.
+    """The failure of a process."""
 
-    Attributes:
-      name: of the process, for messages.
-      rank: its first index; NO_RANK for a process of the launcher.
-      what: what happened, after the name.
-      status: for the launcher to exit with.
-      caused_by: the process it blames; -1 if unknown, None for itself.
-    """
-
-    name: str
-    rank: int
-    what: str
-    status: int = 1
-    caused_by: int | None = None
+    name: str  # of the process, for messages
+    rank: int  # its first index; NO_RANK for a process of the launcher
+    what: str  # what happened, after the name
+    status: int = 1  # for the launcher to exit with
+    caused_by: int | None = None  # the process it blames; -1 if unknown, None for itself
 
     @property
     def is_own(self) -> bool:

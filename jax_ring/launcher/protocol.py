@@ -30,19 +30,12 @@ _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line
 
 
 class Member(NamedTuple):
-    """A process's place in a generation.
+    """A process's place in a generation."""
 
-    Attributes:
-      generation: its number, from 0.
-      coordinator: host:port of its coordination service; empty for a spare.
-      num_processes: of its members.
-      process_id: this process's index; -1 for a spare, which waits for the next one.
-    """
-
-    generation: int
-    coordinator: str
-    num_processes: int
-    process_id: int
+    generation: int  # its number, from 0
+    coordinator: str  # host:port of its coordination service; empty for a spare
+    num_processes: int  # of its members
+    process_id: int  # this process's index; -1 for a spare, which waits for the next one
 
     def variables(self) -> dict[str, str]:
         """The environment variables for `jax.distributed.initialize()`."""

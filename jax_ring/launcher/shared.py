@@ -91,19 +91,12 @@ class Remote:
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-      status: for the launcher to exit with if this is the last attempt.
-      failure: whose fault, if it failed.
-      is_stopped: whether a signal has ended it.
-      is_ended: whether the job is over, whatever restarts are left.
-    """
-
-    status: int
-    failure: Failure | None = None
-    is_stopped: bool = False
-    is_ended: bool = False
+    status: int  # for the launcher to exit with if this is the last attempt
+    failure: Failure | None = None  # whose fault, if it failed
+    is_stopped: bool = False  # whether a signal has ended it
+    is_ended: bool = False  # whether the job is over, whatever restarts are left
 
     def blamed_on(self, cause: Failure | None) -> "Outcome":
         """The same, or a failure for a cause outside of the attempt's processes."""

@@ -15,15 +15,10 @@ class Refusal(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What the processes of an elastic job ask for, all the same.
+    """What the processes of an elastic job ask for, all the same."""
 
-    Attributes:
-      min_processes: the job ends with fewer.
-      multiple_of: of the number of members; None for any number.
-    """
-
-    min_processes: int
-    multiple_of: int | None
+    min_processes: int  # the job ends with fewer
+    multiple_of: int | None  # of the number of members; None for any number
 
     def check(self, others: "Needs | None") -> None:
         """Raises ValueError if they make no sense, or are not those of the other processes."""

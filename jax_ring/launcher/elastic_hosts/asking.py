@@ -12,19 +12,12 @@ _SECONDS = 1.0  # for an answer
 
 
 class Answer(NamedTuple):
-    """Of one launcher.
+    """Of one launcher."""
 
-    Attributes:
-      id: random.
-      state: LEADS, FOLLOWS or SEARCHES.
-      number: of the last group that it knows to have started.
-      runs: whether it leads one that runs.
-    """
-
-    id: str
-    state: str
-    number: int
-    runs: bool
+    id: str  # random
+    state: str  # LEADS, FOLLOWS or SEARCHES
+    number: int  # of the last group that it knows to have started
+    runs: bool  # whether it leads one that runs
 
 
 Found = dict[str, Answer | None]  # by address; None where a machine is there, and nobody listens

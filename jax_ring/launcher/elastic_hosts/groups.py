@@ -13,17 +13,11 @@ from jax_ring.launcher.environment import Plan
 
 
 class Host(NamedTuple):
-    """A launcher in a group.
+    """A launcher in a group."""
 
-    Attributes:
-      id: random, of one launcher: one that is started again has another.
-      address: host:port where it listens.
-      processes: that it starts.
-    """
-
-    id: str
-    address: str
-    processes: int
+    id: str  # random, of one launcher: one that is started again has another
+    address: str  # host:port where it listens
+    processes: int  # that it starts
 
 
 class Group(NamedTuple):

@@ -15,15 +15,11 @@ def seconds_between_looks(limit: float) -> float:
 
 
 class Verdict(NamedTuple):
-    """Processes that do not go on.
+    """Processes that do not go on."""
 
-    Attributes:
-      steps: the first and the last that they have not completed; None where executions are counted.
-      behind: the processes; all, where executions are counted.
-    """
-
+    # the first and the last that they have not completed; None where executions are counted
     steps: tuple[int, int] | None
-    behind: tuple[Hashable, ...]
+    behind: tuple[Hashable, ...]  # the processes; all, where executions are counted
 
 
 class Comparison:

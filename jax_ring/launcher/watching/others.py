@@ -15,18 +15,13 @@ _NEWS_SECONDS = 2.5
 
 
 class Told(NamedTuple):
-    """A process of another host, as its launcher has told.
-
-    Attributes:
-      notes: with times of this host's clock, as exact as messages are fast.
-      place: if it was asked for.
-    """
+    """A process of another host, as its launcher has told."""
 
     rank: int
     name: str
     status: int | None
-    notes: Notes
-    place: Place | None
+    notes: Notes  # with times of this host's clock, as exact as messages are fast
+    place: Place | None  # if it was asked for
 
 
 class Others:

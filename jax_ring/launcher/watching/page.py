@@ -37,32 +37,21 @@ class Times(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What a process has noted.
+    """What a process has noted."""
 
-    Attributes:
-      counts: STEPS, EXECUTIONS or 0.
-      limit: seconds after which it is stuck; 0 if it has none.
-      ends_job: whether the job ends then.
-      generation: of which it is a member; -1 for none.
-      started, returned, completed: numbers of steps in the generation: begun, launched, done.
-      completed_at: when the last one was done, or the generation entered.
-      compiling_since: 0 if it does not trace or compile.
-      recent: the last steps, by number in the generation.
-      names: of the watched functions; `compiling`: what is compiled.
-    """
-
-    counts: int
-    limit: float
-    ends_job: bool
-    generation: int
+    counts: int  # STEPS, EXECUTIONS or 0
+    limit: float  # seconds after which it is stuck; 0 if it has none
+    ends_job: bool  # whether the job ends then
+    generation: int  # of which it is a member; -1 for none
+    # Numbers of steps in the generation.
     started: int
-    returned: int
+    returned: int  # launched
     completed: int
-    completed_at: int
-    compiling_since: int
-    recent: dict[int, Times]
-    names: list[str]
-    compiling: str
+    completed_at: int  # when the last one was completed, or the generation entered
+    compiling_since: int  # 0 if it does not trace or compile
+    recent: dict[int, Times]  # the last steps, by number in the generation
+    names: list[str]  # of the watched functions
+    compiling: str  # what is compiled
 
 
 class Page:

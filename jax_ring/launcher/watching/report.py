@@ -20,40 +20,27 @@ IGNORED = ("<frozen runpy>", *(str(_PACKAGE / name) for name in _CALLERS))
 
 
 class Place(NamedTuple):
-    """Where a process is.
+    """Where a process is."""
 
-    Attributes:
-      kind: "python", "device", "callback", "compilation", "stopped"; "unknown" if it does not answer.
-      call: the last call that jax_ring knows of there; empty for none.
-      table: of the last calls of all processes that it knows of; empty for none.
-      stacks: of its threads.
-    """
-
-    kind: str
-    call: str
-    table: str
-    stacks: str
+    kind: str  # "python", "device", "callback", "compilation", "stopped"; "unknown" if it does not answer
+    call: str  # the last call that jax_ring knows of there; empty for none
+    table: str  # of the last calls of all processes that it knows of; empty for none
+    stacks: str  # of its threads
 
 
 NOWHERE = Place("unknown", "", "", "")
 
 
 class Found(NamedTuple):
-    """All that is known; mappings are by process.
-
-    Attributes:
-      processes: what has a `rank` and a `name`, as `Process`.
-      limit: seconds; `source`: who has set it.
-      exited: ranks that have ended well.
-    """
+    """All that is known; mappings are by process."""
 
     verdict: Verdict
     notes: Mapping[Hashable, Notes]
     places: Mapping[Hashable, Place]
-    processes: Mapping[Hashable, Any]
-    limit: float
-    source: str
-    exited: str = ""
+    processes: Mapping[Hashable, Any]  # what has a `rank` and a `name`, as `Process`
+    limit: float  # in seconds
+    source: str  # who has set it
+    exited: str = ""  # ranks that have ended well
 
     def kind(self, number: Hashable) -> str:
         """`Place.kind`; where a process does not answer, something holds Python's lock."""
