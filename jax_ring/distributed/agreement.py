@@ -13,10 +13,7 @@ def check_agreement(function: str, description: str) -> None:
     """Checks that all processes describe their k-th call of this function alike.
 
     For a mesh of all devices of several processes, where each must trace the same calls in the same order. Elsewhere it
-    does nothing.
-
-    Raises:
-      ValueError: if descriptions differ, or a process traces no k-th call within the deadline.
+    does nothing. Raises ValueError if descriptions differ, or a process traces no k-th call within the deadline.
     """
     processes = range(jax.process_count())
     if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():

@@ -106,11 +106,8 @@ def host_of(process: int) -> str:
 
     It is `JAX_RING_HOST_ID` of that process, if set. Otherwise it consists of the kernel's boot id, the file system at
     /dev/shm, which containers may or may not share, and the user, since only a segment's owner can read it. Without a
-    boot id, each process is a host.
-
-    Raises:
-      RuntimeError: if the process publishes none within the deadline, or has this one's `JAX_RING_HOST_ID` but not its
-        memory.
+    boot id, each process is a host. Raises RuntimeError if the process publishes none within the deadline, or has this
+    one's `JAX_RING_HOST_ID` but not its memory.
     """
     if jax.process_count() == 1:
         return ""
@@ -143,10 +140,8 @@ def host_names(processes: Iterable[int]) -> dict[int, str]:
 def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
     """The GPUs of each of these processes.
 
-    It publishes its own and waits for the others, unless it can serve none: then no process will.
-
-    Raises:
-      RuntimeError: if a process does not publish its GPUs; one deadline holds for all.
+    It publishes its own and waits for the others, unless it can serve none: then no process will. Raises RuntimeError
+    if a process does not publish its GPUs; one deadline holds for all.
     """
     if jax.process_count() == 1:
         return {process: gpus_here() for process in processes}

@@ -17,11 +17,7 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """A directory of commits, a folder each, for one process at a time; the newest two are kept.
-
-    Raises:
-      ImportError: if orbax is not installed.
-    """
+    """A directory of commits, a folder each, for one process at a time; the newest two are kept."""
 
     def __init__(self, directory: str) -> None:
         if importlib.util.find_spec("orbax") is None:
@@ -33,8 +29,7 @@ class Checkpoints:
     def write(self, snapshot: Snapshot) -> None:
         """Writes a commit without divided leaves, and waits until it is on disk.
 
-        Raises:
-          TypeError: if a leaf is neither an array nor a value of JSON.
+        Raises TypeError if a leaf is neither an array nor a value of JSON.
         """
         import orbax.checkpoint as ocp
 
@@ -75,13 +70,7 @@ class Checkpoints:
         return -1 if number is None else number
 
     def read(self, number: int, values: Mapping[str, Any]) -> Snapshot:
-        """A commit on disk.
-
-        values: the state that gives its structure.
-
-        Raises:
-          ValueError: if it has another.
-        """
+        """A commit on disk. Raises ValueError if it has another structure than the state's values."""
         import orbax.checkpoint as ocp
 
         items: dict[str, Any] = {"others": ocp.args.JsonRestore()}

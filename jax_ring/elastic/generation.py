@@ -61,9 +61,8 @@ class Generation:
     def post(self, own: Any) -> list[Any]:
         """Each process's post, by process: values for JSON. Waits for all.
 
-        Raises:
-          Leave: if the launcher wants members to leave because another has died.
-          jax.errors.JaxRuntimeError: if one does not post within the deadline.
+        Raises Leave if the launcher wants members to leave because another has died, and JaxRuntimeError if one does
+        not post within the deadline.
         """
         index = next(self._posts)
         if self.num_processes == 1:
@@ -110,12 +109,9 @@ def leave(how: runtime.Departure) -> None:
 
 
 def enter(control: Control, after: int, reason: str, give: Callable[[], None]) -> Generation:
-    """Waits to be a member of a later generation, and connects to the others.
+    """Waits to be a member of a later generation, and connects to the others; calls `give` as a spare.
 
-    give: called if this process becomes a spare.
-
-    Raises:
-      RuntimeError: if there will be none, with the launcher's reason.
+    Raises RuntimeError with the launcher's reason if there will be none.
     """
     member: Member = control.next_generation(after, reason)
     if member.process_id < 0:

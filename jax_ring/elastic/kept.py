@@ -61,10 +61,7 @@ class KeptCommits:
     def write(self, snapshot: Snapshot, generation: Generation) -> None:
         """Keeps a commit: in the first process of a host what is not divided, and in each its parts of divided leaves.
 
-        With several hosts, also the parts that it has copies of.
-
-        Raises:
-          OSError: if there is no memory for it.
+        With several hosts, also the parts that it has copies of. Raises OSError if there is no memory for it.
         """
         process, layout = generation.process, generation.layout
         is_first, is_divided = layout.is_first(process), snapshot.held is not None
@@ -74,10 +71,9 @@ class KeptCommits:
         self._write(_KEPT, snapshot, generation.number, owners, is_first)
 
     def give(self, snapshots: Sequence[Snapshot], made_in: int) -> None:
-        """Gives others the parts that a spare has in commits of a generation. `take_back` frees the memory.
+        """Gives others the parts that a spare has in commits of a generation, until `take_back`.
 
-        Raises:
-          OSError: if there is no memory for it.
+        Raises OSError if there is no memory for it.
         """
         for snapshot in snapshots:
             if snapshot.held:

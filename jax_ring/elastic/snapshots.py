@@ -84,11 +84,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
-        """Copies a state to host memory, once it is computed.
-
-        Raises:
-          TypeError: if Python cannot copy a leaf.
-        """
+        """Copies a state to host memory, once it is computed. Raises TypeError if Python cannot copy a leaf."""
         leaves, structure = jax.tree.flatten(dict(trees))
         copies: list[Any] = []
         for leaf in leaves:
@@ -107,10 +103,8 @@ class Snapshot(NamedTuple):
     def of_header(cls, header: bytes, values: Mapping[str, Any], process: int, root: int) -> "Snapshot":
         """The snapshot of a header, with arrays to be filled, in the structure of this process's state.
 
-        values: that state. process, root: this process, and the one whose header it is.
-
-        Raises:
-          RuntimeError: if it is of a state with other leaves.
+        values: that state. process, root: this process, and the one whose header it is. Raises RuntimeError if it is
+        of a state with other leaves.
         """
         number, paths, leaves, num_processes, is_divided = pickle.loads(header)
         own = path_texts(dict(values))
@@ -132,8 +126,7 @@ class Snapshot(NamedTuple):
     def header(self) -> bytes:
         """The snapshot without its arrays: what is sent or kept before the arrays themselves.
 
-        Raises:
-          RuntimeError: if a leaf that is no array cannot be pickled.
+        Raises RuntimeError if a leaf that is no array cannot be pickled.
         """
 
         def without_array(leaf):

@@ -76,16 +76,8 @@ def variables(
 ) -> dict[str, str]:
     """A process's whole environment.
 
-    Args:
-      slot: its place on this host, which decides its devices.
-      rank: its index.
-      number: the launcher's number of the process.
-      socket_name: of the launcher, for `protocol.Control`.
-      memory: the prefix of names of shared memory.
-      kept: the files that all processes inherit for their commits.
-      page: the file in which it notes its steps.
-      joins: whether it takes the place of another process of an elastic job.
-      outer: the environment of the launcher.
+    memory: the prefix of names of shared memory. joins: whether it takes the place of another process of an elastic
+    job. outer: the environment of the launcher.
     """
     result = dict(outer)
     for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):

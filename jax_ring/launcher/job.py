@@ -160,12 +160,7 @@ class Job(Shared):
         return None
 
     async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Waits for something.
-
-        Raises:
-          SignalledError: if a signal comes first.
-          TimeoutError: if it takes longer.
-        """
+        """Waits for something. Raises SignalledError if a signal comes first, TimeoutError if it takes longer."""
         task, signals = asyncio.create_task(waiting), asyncio.create_task(self._next_signal())
         await asyncio.wait({task, signals}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         is_done = task.done()
@@ -196,10 +191,7 @@ class Job(Shared):
                 self.queue.put_nowait(event)
 
     async def _drained(self, outcome: Outcome) -> int:
-        """Waits until output is written; returns the exit status.
-
-        A success waits for slow readers, until a signal; a failure does not.
-        """
+        """Returns the exit status once output is written. A success waits for slow readers until a signal."""
         patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self.options.grace
         try:
             await self._unless_signalled(self._all_written(), patience)

@@ -68,11 +68,7 @@ class Process:
         environment: dict[str, str],
         files: Sequence[int],
     ) -> None:
-        """Starts the process. files: that it inherits.
-
-        Raises:
-          OSError: if the system cannot.
-        """
+        """Starts the process, which inherits files. Raises OSError if the system cannot."""
         self.number, self.slot, self.rank, self.page = number, slot, rank, page
         self.status: int | None = None
         self.copying: list[asyncio.Task] = []

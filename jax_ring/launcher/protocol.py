@@ -83,11 +83,7 @@ class Control:
 
     @classmethod
     def connect(cls) -> Self:
-        """Connects to this process's launcher.
-
-        Raises:
-          RuntimeError: without a launcher, or when it has ended.
-        """
+        """Connects to this process's launcher. Raises RuntimeError without one, or when it has ended."""
         name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
         if not name or not number:
             raise RuntimeError(
@@ -111,33 +107,20 @@ class Control:
         self._connection.close()
 
     def enlist(self, *, min_processes: int, multiple_of: int | None = None) -> None:
-        """Makes this job elastic: a process's death changes the members and does not end the job.
+        """Makes this job elastic, with the `Needs` of all its processes: a death changes the members, and no more.
 
-        All processes that call it give the same numbers.
-
-        Args:
-          min_processes: the job ends with fewer left and none being started.
-          multiple_of: shards, a multiple of the number of members; others are spares. None allows any number.
-
-        Raises:
-          ValueError: if the job never has so many processes.
-          RuntimeError: if the launcher refuses, with its reason.
+        Raises ValueError if the job never has so many processes, and RuntimeError with the launcher's reason if it
+        refuses.
         """
         with self._lock:
             self._send({"do": "enlist", "min_processes": min_processes, "multiple_of": multiple_of})
             self._reply()
 
     def next_generation(self, after: int, reason: str) -> Member:
-        """Tells the launcher that this process has left a generation, and waits for a later one.
+        """Tells the launcher that this process has left a generation (-1 for none), and waits for a later one.
 
-        Unless it becomes a spare, it sets `JAX_RING_GENERATION` and the variables of `jax.distributed.initialize()`.
-
-        Args:
-          after: the generation left; -1 for none.
-          reason: why, for the launcher's messages.
-
-        Raises:
-          RuntimeError: if there will be none with this process, with the launcher's reason.
+        A member gets its variables set. Raises RuntimeError with the launcher's reason if there will be no generation
+        with this process.
         """
         with self._lock:
             self._send({"do": "next_generation", "after": after, "reason": reason})
@@ -148,10 +131,7 @@ class Control:
         return member
 
     def change_pending(self) -> bool:
-        """Whether members should leave at their next commit: a process waits to join, or one has died.
-
-        It does not block. Raises RuntimeError if the launcher has ended.
-        """
+        """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
             try:
                 while b"\n" in self._received or select.select([self._connection], [], [], 0)[0]:
@@ -161,10 +141,7 @@ class Control:
         return self._change_pending
 
     def next_question(self, place: list[str] | None) -> None:
-        """Answers the last question by a `watching.report.Place`, None at first, and waits for the next.
-
-        Raises RuntimeError if the launcher has ended.
-        """
+        """Answers the last question by a `watching.report.Place`, None at first, and waits for the next."""
         with self._lock:
             self._send({"do": "next_question", "place": place})
             self._reply()

@@ -35,11 +35,7 @@ def without_proxy(address: str, outer: Mapping[str, str] = os.environ) -> dict[s
 
 @contextlib.contextmanager
 def without_service() -> Iterator[None]:
-    """Within the block, `jax.distributed.initialize` starts no service in process 0.
-
-    Raises:
-      RuntimeError: if this JAX starts its service in another way.
-    """
+    """Within the block, `jax.distributed.initialize` starts no service in process 0."""
     from jax._src import distributed
 
     module, name = getattr(distributed, "_jax", None), "get_distributed_runtime_service"
@@ -74,10 +70,7 @@ def with_own_handler() -> Iterator[None]:
 
 
 def stand_in(address: str, process_id: int) -> None:
-    """Connects for a process that has died.
-
-    Others wait in `connect` for it, and would abort.
-    """
+    """Connects for a process that has died: others wait in `connect` for it, and would abort."""
     from jaxlib import _jax
 
     client = _jax.get_distributed_runtime_client(address, process_id, shutdown_on_destruction=False)

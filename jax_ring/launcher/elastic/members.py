@@ -17,8 +17,8 @@ class Refusal(NamedTuple):
 class Needs(NamedTuple):
     """What the processes of an elastic job ask for, all the same."""
 
-    min_processes: int  # the job ends with fewer
-    multiple_of: int | None  # of the number of members; None for any number
+    min_processes: int  # the job ends with fewer left and none being started
+    multiple_of: int | None  # shards, a multiple of the number of members, others are spares; None for any number
 
     def check(self, others: "Needs | None") -> None:
         """Raises ValueError if they make no sense, or are not those of the other processes."""
@@ -71,11 +71,7 @@ class Membership:
         self.waiting.pop(process, None)
 
     def left(self, process: int, after: int, reason: str) -> None:
-        """A process has left a generation, or none (-1), and waits for the next.
-
-        Raises:
-          ValueError: if it cannot have been in it.
-        """
+        """A process has left a generation, or none (-1), and waits for the next. Raises ValueError if it cannot."""
         if after > self.generation or (process in self.members and after != self.generation):
             raise ValueError(f"next_generation(after={after}): the generation is {self.generation}")
         self.waiting[process] = reason

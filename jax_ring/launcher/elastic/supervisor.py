@@ -74,8 +74,7 @@ class Elastic:
     def left(self, process: Process, after: int, reason: str, answer: events.Answer) -> None:
         """A process has left a generation, and waits for the answer, which is the next.
 
-        Raises:
-          ValueError: if there will be none, or it cannot have been in that one.
+        Raises ValueError if there will be none, or it cannot have been in that one.
         """
         if self._refused:
             raise ValueError(self._refused)

@@ -36,11 +36,7 @@ async def ask(addresses: Iterable[str], silence: float) -> Found:
 
 
 async def connected(address: str, silence: float) -> Link:
-    """A connection to a launcher.
-
-    Raises:
-      OSError: if there is none.
-    """
+    """A connection to a launcher. Raises OSError if there is none."""
     async with asyncio.timeout(_SECONDS):
         return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
 
@@ -65,10 +61,7 @@ async def _ask(address: str, silence: float, found: Found) -> None:
 
 
 def best_leader(found: Found, order: list[str]) -> str | None:
-    """The address of the launcher to follow, of those that lead.
-
-    order: addresses; earlier ones are preferred.
-    """
+    """The address of the launcher to follow, of those that lead; earlier ones in `order` are preferred."""
     leaders = {address: each for address, each in found.items() if each and each.state == LEADS}
 
     def rank(address: str) -> tuple[int, bool, int]:

@@ -172,8 +172,7 @@ class ElasticHost(Job):
     async def _formed(self, leader: Leader) -> Group | None:
         """Waits for enough hosts, and agrees with them on a group; None if another launcher is to lead.
 
-        Raises:
-          TimeoutError: if they are too few for too long.
+        Raises TimeoutError if they are too few for too long.
         """
         enough_since = asked = None
         while True:

@@ -247,11 +247,7 @@ class Hub(Leads):
         self.guests: dict[int, _Host] = {}
 
     async def start(self, host: str, port: int) -> asyncio.Server:
-        """Begins to listen.
-
-        Raises:
-          OSError: if it cannot.
-        """
+        """Begins to listen. Raises OSError if it cannot."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
         return self._server
 
