@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -108,14 +107,12 @@ def leave(how: runtime.Departure) -> None:
         )
 
 
-def enter(control: Control, after: int, reason: str, give: Callable[[], None]) -> Generation:
-    """Waits to be a member of a later generation, and connects to the others; calls `give` as a spare.
+def enter(control: Control, after: int, reason: str) -> Generation:
+    """Waits to be a member of a later generation, and connects to the others.
 
     Raises RuntimeError with the launcher's reason if there will be none.
     """
     member: Member = control.next_generation(after, reason)
-    if member.process_id < 0:
-        give()
     while member.process_id < 0:
         member = control.next_generation(member.generation, "it is a spare")
     with with_own_handler():

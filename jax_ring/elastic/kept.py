@@ -1,11 +1,9 @@
-"""Commits in memory that belongs to the launcher: where a job goes on from when all its processes are lost.
+"""Commits in memory that belongs to the launcher: where a job goes on from when processes are lost.
 
 The launcher makes two anonymous files for each process of its host, which all processes there inherit. Each writes its
 commits into its own two in turn, so that one whole commit is always there. The memory is gone when the launcher and the
 processes are, however they end. In a job of several hosts each has what is not divided, and copies of parts of another.
-
-Where commits are in the memory of the processes alone, a process that becomes a spare gives its parts to the members in
-its files.
+With keep='process' the files have the parts alone, of processes that have ended or are spares.
 """
 
 import os
@@ -19,7 +17,7 @@ from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.snapshots import Have, Snapshot
 from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
 
-_UNFINISHED, _KEPT, _GIVEN = b"\0", b"\1", b"\2"  # the first byte of a file
+_UNFINISHED, _ALL, _PARTS = b"\0", b"\1", b"\2"  # the first byte of a file
 
 
 class CommitId(NamedTuple):
@@ -43,73 +41,65 @@ class _Entry(NamedTuple):
 class KeptCommits:
     """The memory of the launcher, for the processes of one job.
 
-    files: the descriptors, two for each process. slot: which of them are this process's.
+    files: the descriptors, two for each process. slot: which of them are this process's. parts_only: whether nothing is
+    kept but the parts of divided leaves.
     """
 
-    def __init__(self, files: Sequence[int], slot: int) -> None:
+    def __init__(self, files: Sequence[int], slot: int, parts_only: bool = False) -> None:
         self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
+        self.parts_only, self._mark = parts_only, _PARTS if parts_only else _ALL
 
     @classmethod
-    def of_launcher(cls) -> "KeptCommits | None":
+    def of_launcher(cls, parts_only: bool = False) -> "KeptCommits | None":
         """That of the launcher of this process; None without one."""
         if not (given := os.environ.get(KEPT_VARIABLE)):
             return None
         slot, *files = map(int, given.split(","))
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
-        return cls(files, slot) if all(map(_is_kept_file, files)) else None
+        return cls(files, slot, parts_only) if all(map(_is_kept_file, files)) else None
 
     def write(self, snapshot: Snapshot, generation: Generation) -> None:
-        """Keeps a commit: in the first process of a host what is not divided, and in each its parts of divided leaves.
-
-        With several hosts, also the parts that it has copies of. Raises OSError if there is no memory for it.
-        """
-        process, layout = generation.process, generation.layout
-        is_first, is_divided = layout.is_first(process), snapshot.held is not None
-        if not is_first and not is_divided:
-            return
-        owners = (snapshot.held if layout.has_several_hosts else (process,)) if is_divided else None
-        self._write(_KEPT, snapshot, generation.number, owners, is_first)
-
-    def give(self, snapshots: Sequence[Snapshot], made_in: int) -> None:
-        """Gives others the parts that a spare has in commits of a generation, until `take_back`.
+        """Keeps a commit: in the first process of a host what is not divided, and in each the parts that it has.
 
         Raises OSError if there is no memory for it.
         """
-        for snapshot in snapshots:
-            if snapshot.held:
-                self._write(_GIVEN, snapshot, made_in, snapshot.held, False)
-
-    def take_back(self) -> None:
-        for file in self._own:
-            if os.pread(file, 1, 0) == _GIVEN:
-                os.ftruncate(file, 0)
-
-    def with_given(self, snapshot: Snapshot, made_in: int, owners: Sequence[int]) -> Snapshot | None:
-        """A commit of a generation with some processes' parts, which spares have given; None if one is missing."""
-        entries = self._entries(_GIVEN).get(_id(snapshot, made_in), [])
-        given = {owner for entry, *_ in entries for owner in entry.owners or ()}
-        return _filled(snapshot, entries) if given.issuperset(owners) else None
-
-    def _write(
-        self, mark: bytes, snapshot: Snapshot, made_in: int, owners: tuple[int, ...] | None, with_undivided: bool
-    ) -> None:
-        header = snapshot.header() if with_undivided else None
-        arrays = [*(snapshot.undivided() if with_undivided else ()), *map(snapshot.packed, owners or ())]
+        if self.parts_only and generation.layout.has_several_hosts:
+            return  # each generation has new processes there, which have nothing to put the parts to
+        is_first = generation.layout.is_first(generation.process) and not self.parts_only
+        if not is_first and snapshot.held is None:
+            return
+        header = snapshot.header() if is_first else None
+        arrays = [*(snapshot.undivided() if is_first else ()), *map(snapshot.packed, snapshot.held or ())]
+        entry = _Entry(_id(snapshot.number, generation.number), snapshot.num_processes, header, snapshot.held)
         with _opened(self._own[snapshot.number % 2], "r+b") as stream:
             # A process that dies in between leaves a file that nobody reads.
             stream.write(_UNFINISHED)
             stream.flush()
-            pickle.dump(_Entry(_id(snapshot, made_in), snapshot.num_processes, header, owners), stream)
+            pickle.dump(entry, stream)
             for array in arrays:
                 stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
             stream.truncate()
             stream.seek(0)
-            stream.write(mark)
+            stream.write(self._mark)
+
+    def owners(self, number: int, made_in: int) -> set[int]:
+        """The processes whose parts of a commit in a generation are here."""
+        entries = self._entries().get(_id(number, made_in), [])
+        return {owner for entry, *_ in entries for owner in entry.owners or ()}
+
+    def with_parts(self, snapshot: Snapshot, made_in: int) -> Snapshot:
+        """A commit of a generation with the parts that are here."""
+        return _filled(snapshot, self._entries()[_id(snapshot.number, made_in)])
+
+    def forget_parts(self) -> None:
+        """Drops what this process has written, if that is parts alone."""
+        for file in self._own if self.parts_only else ():
+            os.ftruncate(file, 0)
 
     def commits(self) -> dict[CommitId, Have]:
         """What this host has of each commit, except of those without what is not divided."""
         found = {}
-        for commit, entries in self._entries(_KEPT).items():
+        for commit, entries in self._entries().items():
             if (first := entries[0][0]).header is None:
                 continue
             owners = sorted({owner for entry, *_ in entries for owner in entry.owners or ()})
@@ -118,17 +108,17 @@ class KeptCommits:
 
     def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
         """One of `commits`, with the parts that are here. values: the state whose structure it must have."""
-        entries = self._entries(_KEPT)[commit]
+        entries = self._entries()[commit]
         header = entries[0][0].header
         assert header is not None
         return _filled(Snapshot.of_header(header, values, 0, 0), entries)
 
-    def _entries(self, mark: bytes) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
+    def _entries(self) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
         """The entries of each commit with their files and where arrays begin there; any with a header first."""
         found: dict[CommitId, list[tuple[_Entry, int, int]]] = {}
         for file in self._files:
             with _opened(file, "rb") as stream:
-                if stream.read(1) == mark:
+                if stream.read(1) == self._mark:
                     entry: _Entry = pickle.load(stream)
                     found.setdefault(entry.commit, []).append((entry, file, stream.tell()))
         for entries in found.values():
@@ -136,8 +126,8 @@ class KeptCommits:
         return found
 
 
-def _id(snapshot: Snapshot, made_in: int) -> CommitId:
-    return CommitId(snapshot.number, int(os.environ.get(RESTART_VARIABLE, "0")), made_in)
+def _id(number: int, made_in: int) -> CommitId:
+    return CommitId(number, int(os.environ.get(RESTART_VARIABLE, "0")), made_in)
 
 
 def _filled(snapshot: Snapshot, entries: Sequence[tuple[_Entry, int, int]]) -> Snapshot:

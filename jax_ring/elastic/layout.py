@@ -1,4 +1,4 @@
-"""On which host each process is, and who keeps copies of whose parts of divided leaves."""
+"""On which host each process is, and who keeps copies of whose parts of divided leaves, on the next host."""
 
 import os
 
@@ -29,9 +29,7 @@ class Layout:
         return process in self._firsts
 
     def keeper(self, owner: int) -> int:
-        """The process that keeps a copy of a process's parts: on the next host, or else the next process."""
-        if not self.has_several_hosts:
-            return (owner + 1) % self._count
+        """The process on the next host that keeps a copy of a process's parts; on one host the process itself."""
         host = max(h for h, first in enumerate(self._firsts) if first <= owner)
         begin = self._firsts[(host + 1) % len(self._firsts)]
         end = ([*self._firsts, self._count])[(host + 1) % len(self._firsts) + 1]

@@ -131,7 +131,7 @@ def _first_generation(state: State, control: Control | None) -> Generation:
 def _next_generation(state: State, control: Control, after: int, reason: str, how: Departure) -> Generation:
     state._leave()
     leave(how)
-    return enter(control, after, reason, state._give)
+    return enter(control, after, reason)
 
 
 def _loop(

@@ -1,6 +1,5 @@
 """Where a new generation starts: the newest commit that all have, in host memory."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,16 +11,12 @@ from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.snapshots import Divided, Have, Lost, Snapshot, array_of, cut, joined
 
-# Spares and members learn of a new generation at the same time. There may be no spare, and the other members wait.
-_SPARES_SECONDS, _SPARES_BYTES_PER_SECOND = 2.0, 2e8
-
 
 class Stores(NamedTuple):
-    """Where commits outlive the processes, the same in all of them, and where else spares give their parts."""
+    """Where commits outlive the processes; the same in all of them."""
 
     kept: KeptCommits | None
     checkpoints: Checkpoints | None
-    given: KeptCommits | None = None
 
 
 def restore(
@@ -56,41 +51,28 @@ def restore(
         for made, haves in posted
     ]
     newest = [max(haves) for haves in known if haves]
-    number = min(newest)
-    chosen = {snapshot.number: snapshot for snapshot in snapshots}.get(number) if made_in == newest_made_in else None
-    have = [haves.get(number) for haves in known]
-    if (lost := _lost(have)) and stores.given is not None:
-        chosen, have = _from_spares(generation, newest_made_in, chosen, have, lost, stores.given)
+    newcomers = generation.num_processes - len(newest)
+    # A process that has ended in the last commit may not have written its parts of it, but all of the one before.
+    for number in (min(newest), min(newest) - 1):
+        chosen = next((each for each in snapshots if each.number == number and made_in == newest_made_in), None)
+        have = [haves.get(number) for haves in known]
         lost = _lost(have)
-    snapshot = _loaded(generation, values, stores) if lost else _assembled(generation, chosen, have, values)
-    if snapshot is None:
-        raise _parts_are_lost(
-            stores, f"commit {number}", f"Of its processes {', '.join(map(str, lost))} and those that had copies of "
-            "their parts have ended at the same time"
-        )  # fmt: skip
-    return snapshot, generation.num_processes - len(newest)
-
-
-def _from_spares(
-    generation: Generation, made_in: int, snapshot: Snapshot | None, have: list[Have | None], lost: Sequence[int],
-    given: KeptCommits,
-) -> tuple[Snapshot | None, list[Have | None]]:  # fmt: skip
-    """This process's snapshot and what each has, after spares were asked for lost parts."""
-    first = next(process for process, each in enumerate(have) if each is not None)
-    found = None
-    if generation.process == first:
-        assert snapshot is not None
-        seconds = _SPARES_SECONDS + sum(map(snapshot.num_bytes, lost)) / _SPARES_BYTES_PER_SECOND
-        until = time.monotonic() + seconds
-        while (found := given.with_given(snapshot, made_in, lost)) is None and time.monotonic() < until:
-            time.sleep(0.05)
-    if any(generation.post(found is not None)):
-        snapshot = found or snapshot
-        had = have[first]
-        assert had is not None
-        have = [*have]
-        have[first] = had._replace(held=sorted({*(had.held or ()), *lost}))
-    return snapshot, have
+        if lost and any(have) and stores.kept and stores.kept.owners(number, newest_made_in).issuperset(lost):
+            first, had = next((process, each) for process, each in enumerate(have) if each is not None)
+            have[first] = had._replace(held=sorted({*(had.held or ()), *lost}))
+            if generation.process == first:
+                assert chosen is not None
+                chosen = stores.kept.with_parts(chosen, newest_made_in)
+            lost = []
+        if not lost:
+            return _assembled(generation, chosen, have, values), newcomers
+    if (snapshot := _loaded(generation, values, stores)) is not None:
+        return snapshot, newcomers
+    ended = ", ".join(map(str, _lost([haves.get(min(newest)) for haves in known])))
+    raise _parts_are_lost(
+        stores, f"commit {min(newest)}", f"Of its processes {ended} and those that had copies of their parts have "
+        "ended at the same time"
+    )  # fmt: skip
 
 
 def _first_of_all(generation: Generation, values: Mapping[str, Any], stores: Stores) -> Snapshot:
@@ -165,7 +147,7 @@ def _lost(have: Sequence[Have | None]) -> list[int]:
     if any(each.held is None for each in known):
         return []
     held = {process for each in known for process in each.held or ()}
-    return sorted(set(range(known[0].num_processes)) - held)
+    return sorted(set(range(max((each.num_processes for each in known), default=1))) - held)
 
 
 def _assembled(

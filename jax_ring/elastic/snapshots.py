@@ -29,7 +29,7 @@ class Divided(NamedTuple):
     shape: tuple[int, ...]  # of the whole array
     dtype: np.dtype
     boxes: tuple[tuple[Box, ...], ...]  # by process, where its parts are
-    parts: dict[int, list[np.ndarray]]  # by process, those that are here: its own, and its neighbor's
+    parts: dict[int, list[np.ndarray]]  # by process, those that are here
 
     @classmethod
     def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":

@@ -1,6 +1,5 @@
 """`State`: what a job goes on from."""
 
-import contextlib
 import zlib
 from typing import Any, Literal, get_args
 
@@ -37,10 +36,10 @@ class State:
       directory: where commits are also written to disk, by process 0 with orbax. A job starts from the newest
         checkpoint there, if there is one, and goes on from it when parts of a divided leaf are lost.
       every: every how many commits one is written.
-      keep: where commits are: "process", in the memory of the processes, or "host", in that of the launcher as well, so
-        that the job goes on from the last one when all its processes are lost. Process 0 then copies what is the same
-        in all processes once more, and each its part of divided leaves. With several hosts, a process of each host
-        copies what is the same, and parts have a copy on another host. No effect without a launcher.
+      keep: where commits are: "process", in the memory of the processes, and parts of divided leaves in that of the
+        launcher; or "host", all in that of the launcher as well, so that the job goes on from the last one when all its
+        processes are lost. Process 0 then copies what is the same in all processes once more. With several hosts, a
+        process of each host does, and parts have a copy on another host. No effect without a launcher.
       trees: the state.
 
     Raises:
@@ -65,8 +64,7 @@ class State:
         hidden["_names"] = tuple(trees)
         hidden["_values"] = trees
         hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
-        memory = KeptCommits.of_launcher()
-        hidden["_kept"], hidden["_given"] = (memory, None) if keep == "host" else (None, memory)
+        hidden["_kept"] = KeptCommits.of_launcher(parts_only=keep == "process")
         hidden["_every"] = every
         hidden["_snapshots"] = []
         hidden["_generation"] = None
@@ -101,14 +99,14 @@ class State:
     @property
     def outlives_processes(self) -> bool:
         """Whether a job goes on from its commits when all processes have ended."""
-        return self._kept is not None or self._checkpoints is not None
+        return (self._kept is not None and not self._kept.parts_only) or self._checkpoints is not None
 
     def commit(self) -> None:
         """Copies the state to host memory, from which the job goes on when a process is lost.
 
-        All processes call it at the same points. Each copies its part of divided leaves, and that of another. It waits
-        for the state and the other processes. If members are to change, it does not return: `run` enters its function
-        anew.
+        All processes call it at the same points. Each copies its part of divided leaves, to memory of the launcher as
+        well. It waits for the state and the other processes. If members are to change, it does not return: `run` enters
+        its function anew.
 
         Raises:
           RuntimeError: outside a function of `run`, or if processes commit different states.
@@ -138,22 +136,16 @@ class State:
     def _enter(self, generation: Generation) -> int:
         """Takes the values to start from; returns the number of new processes."""
         self.__dict__["_generation"] = generation
-        stores = Stores(self._kept, self._checkpoints, self._given)
+        stores = Stores(self._kept, self._checkpoints)
         snapshot, newcomers = restore(generation, self._made_in, self._snapshots, self._values, stores)
-        if self._given is not None:
-            self._given.take_back()
         if self._kept is not None and generation.layout.has_several_hosts and snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(snapshot, generation)
+        if self._kept is not None and self._made_in < 0:
+            self._kept.forget_parts()  # of another state, or of the process that this one replaces
         # Every leaf is complete here, so another process may be lost before the next commit.
         self.__dict__.update(_snapshots=[snapshot], _values=snapshot.trees(), _made_in=generation.number)
         return newcomers
-
-    def _give(self) -> None:
-        """Gives the members this process's parts of the commits. With keep='host' they have them."""
-        if self._given is not None:
-            with contextlib.suppress(OSError):  # without memory they count as lost
-                self._given.give(self._snapshots, self._made_in)
 
     def _leave(self) -> None:
         """Drops the generation's arrays: values are as before the first commit, or missing."""
@@ -191,10 +183,10 @@ def _with_others(
 ) -> tuple[Snapshot, Snapshot | None]:
     """A commit with the parts that this process keeps for others; in process 0, on request, a whole one."""
     process, count = generation.process, generation.num_processes
-    if snapshot.held is None or count == 1:
-        return snapshot, (snapshot.whole() if whole_in_first and process == 0 else None)
-    kept = generation.layout.kept_by(process)
     everything = whole_in_first and process == 0
+    if snapshot.held is None or not (whole_in_first or generation.layout.has_several_hosts):
+        return snapshot, snapshot.whole() if everything else None
+    kept = generation.layout.kept_by(process)
     sizes = [snapshot.num_bytes(p) for p in range(count)]
     received = generation.exchange.gather(
         snapshot.packed(process), sizes, [p for p in range(count) if p != process and (everything or p in kept)]

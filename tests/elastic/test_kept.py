@@ -176,21 +176,23 @@ def test_a_process_that_dies_while_it_writes(files, monkeypatch):
     assert_newest(files, 7)
 
 
-def test_a_spare_gives_its_parts_until_it_is_a_member(files):
-    """They are not taken for a commit that the launcher keeps, nor for one of another generation."""
-    spare, first = KeptCommits(files, 1), KeptCommits(files, 0)
-    spare.give([snapshot_of(1, 6), snapshot_of(1, 7)], 3)
-    for number in (6, 7):
-        found = first.with_given(snapshot_of(0, number), 3, [1])
-        np.testing.assert_array_equal(found.whole().trees()["m"], values(number)["m"])
-    assert first.with_given(snapshot_of(0, 7), 2, [1]) is None
-    assert first.with_given(snapshot_of(0, 8), 3, [1]) is None
-    assert first.commits() == {}
-    restored, _ = restore(Alone(), 3, [snapshot_of(0, 7)], values(0), Stores(None, None, first))
-    assert_values(restored, 7)
-    spare.take_back()
-    assert first.with_given(snapshot_of(0, 7), 3, [1]) is None
-    assert all(os.fstat(file).st_size == 0 for file in files)
+@pytest.mark.parametrize("parts_only", [True, False])
+@pytest.mark.parametrize("last", [6, 7])
+def test_parts_of_a_process_that_is_no_longer_a_member(files, parts_only, last):
+    """Of the newest commit that all members have, or if it has not written those, of the one before."""
+    of = [KeptCommits(files, slot, parts_only) for slot in (0, 1)]
+    for number in range(5, last + 1):
+        of[1].write(snapshot_of(1, number), member(1, 3, ONE_HOST))
+    own = [snapshot_of(0, 6), snapshot_of(0, 7)]
+    restored, newcomers = restore(Alone(), 3, own, values(0), Stores(of[0], None))
+    assert_values(restored, last)
+    assert newcomers == 0
+    assert KeptCommits(files, 0, not parts_only).owners(last, 3) == of[0].owners(last, 2) == set()
+    assert of[0].commits() == {}
+    with pytest.raises(RuntimeError, match=r"parts of commit 7 are lost\. Of its processes 1 and those"):
+        restore(Alone(), 2, own, values(0), Stores(of[0], None))
+    of[1].forget_parts()
+    assert of[0].owners(last, 3) == (set() if parts_only else {1})
 
 
 def test_a_larger_commit_leaves_nothing_of_itself(files):
