@@ -31,21 +31,15 @@ class _Host(NamedTuple):
 
 
 class _Membership:
-    """This process in one distributed runtime; construction publishes its host, without blocking.
-
-    Attributes:
-      client: tells a later runtime from this one.
-      hosts: known hosts, by process.
-      gpus: known GPUs, by process, including its own once published.
-      counts: of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
-    """
+    """This process in one distributed runtime; construction publishes its host, without blocking."""
 
     def __init__(self, client) -> None:
         xla_timeouts.join(client)
-        self.client = client
+        self.client = client  # tells a later runtime from this one
         process = _compat.distributed_process()
         self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}
-        self.gpus: dict[int, Gpus] = {}
+        self.gpus: dict[int, Gpus] = {}  # by process, including its own once published
+        # Of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_host_key(process), _SEPARATOR.join(self.hosts[process]).encode())

@@ -67,7 +67,7 @@ def join(client, process: int) -> None:
     global _membership, _watcher, _hook
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
-        _compat.put_value(client, _process_key(process), " ".join(map(str, own)))
+        _compat.put_value(client, _process_key(process), json.dumps(own))
     _membership = _Membership(client, process)
     if _hook is None:
         _hook = _chain_excepthook()
@@ -105,11 +105,8 @@ def departure_of(process: int) -> Departure | None:
         return None
     if how := _compat.value_of(_membership.client, _left_key(process)):
         return Departure(*json.loads(how))
-    if text := _compat.value_of(_membership.client, _process_key(process)):
-        host, pid, start_time = text.split()
-        if _has_ended(_Process(host, int(pid), int(start_time))):
-            return Departure("has ended", "ended")
-    return None
+    own = _compat.value_of(_membership.client, _process_key(process))
+    return Departure("has ended", "ended") if own and _has_ended(_Process(*json.loads(own))) else None
 
 
 def departure_by(error: BaseException) -> Departure:

@@ -29,16 +29,10 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Generation:
-    """The members of a job between two changes.
-
-    Attributes:
-      number: from 0.
-      control: the connection to the launcher; None for a single process without one.
-      process, num_processes: index of this process, number of all.
-      layout: on which hosts they are.
-    """
+    """The members of a job between two changes."""
 
     def __init__(self, number: int, control: Control | None) -> None:
+        """number: from 0. control: the connection to the launcher; None for a single process without one."""
         self.number, self.control = number, control
         self.process = _compat.distributed_process()
         self.num_processes = _compat.num_distributed_processes()

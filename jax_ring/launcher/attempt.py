@@ -122,7 +122,10 @@ class Attempt:
             reason: str | None = None
             match event:
                 case events.Signalled(signum):
-                    return await self._stop(signum)
+                    # Python ignores SIGPIPE, so forwarding it would have no effect.
+                    forwarded = signal.SIGTERM if signum == signal.SIGPIPE else signum
+                    reason = f"received {signal.Signals(signum).name}"
+                    return await self._terminate(forwarded, self._options.grace, reason, signum)
                 case events.RemoteStop(signum, grace, why):
                     return await self._terminate(signum, grace, why)
                 case events.RemotePending(is_pending) if self._leaving is not None:
@@ -321,12 +324,6 @@ class Attempt:
         loop, queue = asyncio.get_running_loop(), self._shared.queue
         self._timers.append(loop.call_later(seconds, queue.put_nowait, events.Due(do)))
 
-    async def _stop(self, signum: int) -> Outcome:
-        # Python ignores SIGPIPE, so forwarding it would have no effect.
-        forwarded = signal.SIGTERM if signum == signal.SIGPIPE else signum
-        reason = f"received {signal.Signals(signum).name}"
-        return await self._terminate(forwarded, self._options.grace, reason, signum)
-
     async def _terminate(self, signum: int, grace: float, reason: str, received: int | None = None) -> Outcome:
         """Signals the running processes and waits for the grace period; `run` kills the rest.
 
@@ -350,7 +347,9 @@ class Attempt:
         said = False
         while running := self._running():
             waited = loop.time() - start
-            limits = {each: self._limit_of(each, grace) for each in running}
+            limits = {
+                each: max(grace, self._options.grace) if each.number in self._raised else grace for each in running
+            }
             self._kill([each for each, limit in limits.items() if limit <= waited])
             if (longest := max(limits.values())) <= waited:
                 break
@@ -376,9 +375,6 @@ class Attempt:
             self._shared.queue.put_nowait(last)
         self._kill(self._running())
         return self._outcome().or_stopped(received)
-
-    def _limit_of(self, process: Process, grace: float) -> float:
-        return max(grace, self._options.grace) if process.number in self._raised else grace
 
     def _kill(self, processes: Sequence[Process]) -> None:
         if processes := [each for each in processes if each.number not in self._killed]:

@@ -16,26 +16,19 @@ _LONGEST_BACKOFF_SECONDS = 60.0
 
 
 class Shared:
-    """What a job's attempts share.
-
-    Attributes:
-      restarts: used up by the job so far.
-      numbers: of processes.
-      copying: the tasks that copy the output of processes that have ended.
-      kept: the files in which elastic jobs keep commits: two for each slot.
-    """
+    """What a job's attempts share."""
 
     output: Output
     server: ControlServer
-    kept: tuple[int, ...]
+    kept: tuple[int, ...]  # the files in which elastic jobs keep commits: two for each slot
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.queue: asyncio.Queue[events.Event] = asyncio.Queue()
-        self.restarts = 0
-        self.numbers = itertools.count()
+        self.restarts = 0  # used up so far
+        self.numbers = itertools.count()  # of processes
         self.logs = LogFiles(options.log_dir)
-        self.copying: list[asyncio.Task] = []
+        self.copying: list[asyncio.Task] = []  # the output of processes that have ended
 
     def take_restart(self) -> bool:
         """Uses up a restart; returns whether there was one."""
@@ -51,19 +44,13 @@ class Shared:
 
 
 class Remote:
-    """The other hosts, of which there are none here; each side of a connection overrides what it has a part in.
+    """The other hosts, of which there are none here; each side of a connection overrides what it has a part in."""
 
-    Attributes:
-      leads: whether this launcher decides for all hosts.
-      others: what a launcher that leads knows of their processes.
-      asks_where: set if the launcher that leads asks where this host's processes are.
-    """
-
-    leads = True
-    asks_where: asyncio.Event
+    leads = True  # whether this launcher decides for all hosts
+    asks_where: asyncio.Event  # set if the launcher that leads asks where this host's processes are
 
     def __init__(self) -> None:
-        self.others = Others(self._send)
+        self.others = Others(self._send)  # what a launcher that leads knows of their processes
 
     def _send(self, message: dict[str, Any], index: int | None) -> None:
         """Sends a message about the attempt to a host, or to all."""

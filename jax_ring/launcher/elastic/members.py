@@ -44,20 +44,13 @@ def num_members(candidates: int, multiple_of: int | None) -> int:
 
 
 class Membership:
-    """The processes of an elastic job, without handles or clocks.
-
-    Attributes:
-      generation: its number.
-      members: their numbers in the launcher, by process index, ended ones too.
-      alive: running processes, also those that were never members.
-      waiting: for the next generation, with reasons.
-    """
+    """The processes of an elastic job, by their numbers in the launcher, without handles or clocks."""
 
     def __init__(self, members: list[int], min_processes: int, multiple_of: int | None) -> None:
         self.generation = 0
-        self.members = list(members)
-        self.alive = set(members)
-        self.waiting: dict[int, str] = {}
+        self.members = list(members)  # by process index, ended ones too
+        self.alive = set(members)  # running processes, also those that were never members
+        self.waiting: dict[int, str] = {}  # for the next generation, with reasons
         self._died: set[int] = set()
         self._min_processes, self._multiple_of = min_processes, multiple_of
 

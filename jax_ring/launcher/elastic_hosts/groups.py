@@ -70,19 +70,12 @@ def at_the_beginning(addresses: Sequence[str]) -> Group:
 
 
 class Register:
-    """What one launcher has agreed to.
-
-    Attributes:
-      started: the last group that it knows to have started.
-      accepted: later ones, of which it does not know whether they have started.
-      enlisted: the fewest processes that the job needs, and a multiple of their number or None for any; None if no
-        process has told yet.
-    """
+    """What one launcher has agreed to."""
 
     def __init__(self, beginning: Group) -> None:
-        self.started = beginning
-        self.accepted: tuple[Group, ...] = ()
-        self.enlisted: tuple[int, int | None] | None = None
+        self.started = beginning  # the last group that it knows to have started
+        self.accepted: tuple[Group, ...] = ()  # later ones, of which it does not know whether they have started
+        self.enlisted: tuple[int, int | None] | None = None  # the `Needs` of the job, once a process has told
 
     def learn(self, started: Group, accepted: Collection[Group]) -> None:
         """Adds what another launcher has agreed to."""

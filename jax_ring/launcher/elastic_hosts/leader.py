@@ -26,18 +26,13 @@ class Guest:
 
 
 class Leader(Leads):
-    """Attributes:
-    guests: other hosts that have come, by id, in the order in which they have.
-    group: that runs.
-    has_changed: whether a host has been lost since the group was started, or its processes have left for a change.
-    """
-
     def __init__(self, own: Host, shared: Shared, register: Register, evidence: Evidence) -> None:
         super().__init__(own.address, shared.queue)
         self._own, self._shared, self._options = own, shared, shared.options
         self._register, self._evidence = register, evidence
-        self.guests: dict[str, Guest] = {}
-        self.group: Group | None = None
+        self.guests: dict[str, Guest] = {}  # by id, in the order in which they have come
+        self.group: Group | None = None  # that runs
+        # Whether a host has been lost since the group was started, or its processes have left for a change.
         self.has_changed = False
         self._left: set[str] = set()
         self._leave_timer: asyncio.TimerHandle | None = None

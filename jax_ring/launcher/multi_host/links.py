@@ -26,18 +26,14 @@ _RETRY_SECONDS = 0.2
 
 
 class Link:
-    """A connection of two launchers.
-
-    Attributes:
-      heard: when the other side was heard last, by `time.monotonic()` here.
-      acknowledged: when this side sent the last sign of life that the other side is known to have got.
-    """
+    """A connection of two launchers."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float = SILENCE_SECONDS
     ) -> None:
         self._reader, self._writer, self._silence = reader, writer, silence
-        self.heard, self.acknowledged = time.monotonic(), -math.inf
+        self.heard = time.monotonic()  # when the other side was heard last
+        self.acknowledged = -math.inf  # when this side sent the last sign of life that the other is known to have got
         self.is_silent = False
         self._others_time: float | None = None  # in its last sign of life
         self._beat = asyncio.create_task(self._beats())
@@ -96,11 +92,7 @@ class Link:
 
 
 class Led(Remote):
-    """The side of a launcher for which another one decides: tells it what becomes of this host's processes.
-
-    Attributes:
-      is_lost: whether the other launcher is gone.
-    """
+    """The side of a launcher for which another one decides: tells it what becomes of this host's processes."""
 
     leads = False
     _link: Link
@@ -111,7 +103,7 @@ class Led(Remote):
         super().__init__()
         self._leader, self._queue = leader, queue
         self._attempt = -1
-        self.is_lost = False
+        self.is_lost = False  # whether the other launcher is gone
         self.asks_where = asyncio.Event()
 
     async def close(self) -> None:
@@ -158,13 +150,9 @@ class _Host(NamedTuple):
 
 
 class Leads(Remote):
-    """The side of a launcher that decides for other hosts: hears what becomes of their processes.
+    """The side of a launcher that decides for other hosts: hears what becomes of their processes."""
 
-    Attributes:
-      guests: the other hosts that are here, by number or id, each with a `link`.
-    """
-
-    guests: dict[Any, Any]
+    guests: dict[Any, Any]  # the other hosts that are here, by number or id, each with a `link`
 
     def __init__(self, name: str, queue: asyncio.Queue[events.Event]) -> None:
         """name: of this host, for messages to the others."""

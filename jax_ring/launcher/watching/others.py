@@ -25,11 +25,7 @@ class Told(NamedTuple):
 
 
 class Others:
-    """The processes of other hosts, for the launcher that leads.
-
-    Attributes:
-      told: what is known of them in this attempt.
-    """
+    """The processes of other hosts in an attempt, for the launcher that leads."""
 
     def __init__(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
         """send: sends a message of this attempt to a host, or to all."""
