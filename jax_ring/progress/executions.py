@@ -65,9 +65,7 @@ def _complete(page) -> None:
             number, leaves = _newest.pop()
         except IndexError:  # none since, or dropped at this moment
             continue
-        arrays = outputs.arrays_of(leaves)
-        left = [array for array in arrays if not array.is_deleted()]
-        # All are ready at the same time, and so are earlier ones. If all are donated, a later execution tells.
-        if (left or not arrays) and outputs.wait(left[:1]) and page.counts_executions:
+        # Earlier ones are ready as well. If all are donated, a later execution tells.
+        if outputs.wait(leaves, of_one_program=True) and page.counts_executions:
             page.complete(number)
-        del leaves, arrays, left
+        del leaves

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, get_args, overload
 
+import jax
+
 from jax_ring import _compat
 from jax_ring.launcher.watching.page import STEPS
 from jax_ring.options import check_choice
@@ -82,7 +84,7 @@ class Watched:
         name = getattr(step, "__name__", type(step).__name__)
         self._page = notes.page()
         self._function = self._page.begin(STEPS, seconds, on_stuck == "end", name)
-        self._representative = outputs.Representative() if _compat.is_one_program(step) else None
+        self._is_one_program = _compat.is_one_program(step)
         _start_thread()
         answers.start(Watched.__call__.__code__)
 
@@ -90,7 +92,7 @@ class Watched:
         if _compat.is_tracing() or notes.is_child():
             return self._step(*args, **kwargs)
         number = next(_numbers)
-        page, one, results = self._page, self._representative, None
+        page, results = self._page, None
         _open[number] = False
         page.start(number, self._function)
         try:
@@ -100,8 +102,7 @@ class Watched:
                 page.returned(number)
             return results
         finally:  # also after an exception, which ends the step
-            # Another function may run several programs.
-            _started.put((number, one, outputs.arrays_of(results) if one is None else one.of(results)))
+            _started.put((number, jax.tree.leaves(results), self._is_one_program))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -130,17 +131,15 @@ def _complete(page) -> None:
         if isinstance(entry, threading.Event):
             entry.set()
             continue
-        number, one, arrays = entry
+        number, leaves, is_one_program = entry
         # What has become of a step whose outputs were donated shows by the next.
-        is_known = outputs.wait(arrays)
+        is_known = outputs.wait(leaves, of_one_program=is_one_program)
         _open.pop(number, None)
         if is_known:
             last = max(last, number)
             # One that began before may not be over: the caller of this one, or another thread's.
             page.complete(number, min([last, *[each - 1 for each in list(_open)]]))
-        elif one is not None:
-            one.note_deleted()
-        del entry, arrays  # they keep memory, and the backend
+        del entry, leaves  # they keep memory, and the backend
 
 
 def _drop() -> None:

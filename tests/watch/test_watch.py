@@ -129,24 +129,14 @@ def test_refused_arguments(arguments, error, text):
         jax_ring.watch(**{"step": len, **arguments})
 
 
-def test_the_array_that_is_waited_for():
-    """The smallest one of a program; the next if that was donated; all of several programs."""
-    program = jax.jit(lambda x, n: ((x + 1, x[:2]), {"loss": x[0], "same": n}))
-    one = outputs.Representative()
-    given = jnp.arange(5.0), jnp.int8(1)
-    results = jax.block_until_ready(program(*given))
-    # What is returned as it was given is a copy, and ready with the others.
-    smallest = [results[1]["same"], results[1]["loss"], results[0][1], results[0][0]]
-    assert one.of(results) == smallest[:1]
-    for array in [*smallest[1:], smallest[0]]:
-        one.note_deleted()
-        assert one.of(results)[0] is array
-    assert one.of({"another structure": smallest[2]})[0] is smallest[2]
-    assert one.of({"no array": 3}) == []
-    assert len(outputs.arrays_of(results)) == 4
-    results[0][0].delete()
-    assert outputs.wait([results[0][0], results[0][1]])
-    assert not outputs.wait([results[0][0]])
+def test_the_arrays_that_are_waited_for():
+    """One of a program, all of several; those that were donated tell nothing."""
+    donated, ready = jnp.zeros(2), jnp.zeros(3)
+    donated.delete()
+    for of_one_program in (False, True):
+        assert outputs.wait([3, donated, ready], of_one_program=of_one_program)
+        assert not outputs.wait([3, donated], of_one_program=of_one_program)
+        assert outputs.wait([3], of_one_program=of_one_program)
 
 
 def test_all_outputs_are_donated():
