@@ -64,17 +64,15 @@ def find_collectives(hlo: str) -> list[Instruction]:
     """The collectives of a compiled program, in the order of its computations."""
     match = re.search(r"num_partitions=(\d+)", hlo)
     num_ranks = int(match[1]) if match else 1
-    return [instruction for instruction, _ in count(hlo, num_ranks, lambda call_site, num_bytes: num_bytes)]
+    return [instruction for instruction, _ in count(hlo, num_ranks)]
 
 
 def count(
-    hlo: str, num_ranks: int, joined_bytes: Callable[[str, int], int]
+    hlo: str, num_ranks: int, joined_bytes: Callable[[int], int] | None = None
 ) -> Iterator[tuple[Instruction, tuple[str, ...]]]:
     """The collectives of a program, with the algorithms that "auto" selects for their groups; none without a choice.
 
-    Args:
-      num_ranks: of the program.
-      joined_bytes: the message size of a custom call of this line and size.
+    joined_bytes: from a call's message size to that of the call which it is joined into.
     """
     computations, entry = parse_computations(hlo)
     for match, target, times in _walk(computations, entry, 1):
@@ -121,7 +119,7 @@ def _times_called(role: str, attributes: str, times: int | None) -> int | None:
 
 
 def _instruction(
-    match: re.Match, target: re.Match | None, times: int | None, num_ranks: int, joined_bytes: Callable
+    match: re.Match, target: re.Match | None, times: int | None, num_ranks: int, joined_bytes: Callable | None
 ) -> tuple[Instruction, tuple[str, ...]]:
     opcode, rest = match["opcode"], match["rest"]
     if target:
@@ -146,7 +144,7 @@ def _instruction(
     call_sites = _unescaped(site[1]) if target and (site := _SITE.search(rest)) else ""
     chosen: tuple[str, ...] = ()
     if kind == "all_reduce" and (thresholds := _thresholds(rest)):
-        message = joined_bytes(call_sites, num_bytes)
+        message = joined_bytes(num_bytes) if joined_bytes else num_bytes
         chosen = tuple(each.choose(message) for each in thresholds)
     messages = trees.mean_terms(along)
     if sources := _integers("sources", rest):

@@ -242,6 +242,7 @@ def _collective(eqn: core.JaxprEqn, kind: str, axis_context, times: int | None, 
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]  # without slots
     num_bytes = sum(map(_num_bytes, message))
     predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
+    by_xla = sum((each.wire_bytes for each, _ in predicted if not each.name.startswith("jax_ring")), 0.0)
     has_options = "options" in params or (kind == "all_reduce" and "psum" in name)
     scope = str(eqn.source_info.name_stack).rsplit("/", 1)[-1].rstrip(")").rsplit("(", 1)[-1]  # of "jvp(scope)"
     return Collective(
@@ -253,11 +254,11 @@ def _collective(eqn: core.JaxprEqn, kind: str, axis_context, times: int | None, 
         times=times,
         order=_order(name, options, served_by),
         algorithm=options.algorithm if has_options and served_by.startswith("jax_ring") else "",
-        chosen=predicted.chosen,
+        chosen=tuple(dict.fromkeys(algorithm for _, chosen in predicted for algorithm in chosen)),
         served_by=served_by,
         why=why,
-        wire_bytes=predicted.wire_bytes,
-        wire_bytes_across_hosts=None if served_by == "XLA" else predicted.wire_bytes_by_xla,
+        wire_bytes=sum((each.wire_bytes for each, _ in predicted), 0.0),
+        wire_bytes_across_hosts=None if served_by == "XLA" else by_xla,
         call_site=summarize(eqn.source_info),
     )
 

@@ -1,26 +1,13 @@
 """The bytes of calls as written: each is lowered alone, and its collectives counted."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, count
-
-
-class Prediction(NamedTuple):
-    """What a call becomes.
-
-    Attributes:
-      wire_bytes: that a rank sends, on average.
-      wire_bytes_by_xla: those of XLA's collectives.
-      chosen: the algorithms that "auto" selects for the groups; empty without a choice.
-    """
-
-    wire_bytes: float
-    wire_bytes_by_xla: float
-    chosen: tuple[str, ...]
 
 
 class Predictor:
@@ -31,21 +18,14 @@ class Predictor:
         self._messages = [(i, [i.num_bytes]) for i in instructions if i.name.startswith("jax_ring_all_reduce")]
         self._lowered: dict[tuple, str] = {}
 
-    def predict(self, eqn: core.JaxprEqn, axis_context, platform: str) -> Prediction:
-        """Predicts a call. axis_context: in which it is lowered."""
+    def predict(self, eqn: core.JaxprEqn, axis_context, platform: str) -> list[tuple[Instruction, tuple[str, ...]]]:
+        """What a call becomes, as from `count()`."""
         avals: list[Any] = [v.aval for v in eqn.invars]
         key = (eqn.primitive, *eqn.params.items(), *avals, axis_context, platform)
         if key not in self._lowered:
             self._lowered[key] = _compat.lowered_alone(eqn, axis_context, platform).as_hlo_text()
         call_site = _compat.call_site(eqn.source_info)
-        found = list(
-            count(self._lowered[key], axis_context.mesh.size, lambda _, size: self._joined_bytes(call_site, size))
-        )
-        return Prediction(
-            wire_bytes=sum((each.wire_bytes for each, _ in found), 0.0),
-            wire_bytes_by_xla=sum((each.wire_bytes for each, _ in found if not each.name.startswith("jax_ring")), 0.0),
-            chosen=tuple(dict.fromkeys(algorithm for _, chosen in found for algorithm in chosen)),
-        )
+        return list(count(self._lowered[key], axis_context.mesh.size, partial(self._joined_bytes, call_site)))
 
     def _joined_bytes(self, call_site: str, num_bytes: int) -> int:
         """The message size of a call of `num_bytes` in this line, or else `num_bytes`."""
