@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,45 +18,32 @@ from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.options import Options, integer
 
 
-class Prepared(NamedTuple):
-    """What a sum adds.
-
-    Attributes:
-      leaves: a pytree of operands, with a first dimension for terms if `options.num_shards` is set; without axes, of
-        sums.
-      options: of the primitive.
-      finish: from the sum to the result of the call.
-    """
-
-    leaves: Any
-    options: Options
-    finish: Callable
-
-
 def prepare(
     function: str, x: Any, options: Options, num_shards: int | None, axes: tuple, groups: Groups | None
-) -> Prepared:
+) -> tuple[Any, Options, Callable]:
     """What a sum of `x`, a pytree or `ShardSums`, adds in these groups of the ranks of some axes.
 
-    Raises:
-      ValueError: if a `ShardSums` or `num_shards` meets another order than "tree"; if `num_shards` is not that of x, no
-        multiple of the number of ranks, or given for groups of different sizes; or if x does not have the terms of a
-        rank.
+    Returns:
+      The operands, with a first dimension for terms if `options.num_shards` is set (without axes: the sums), the
+      primitive's options, and a function from the sum to the call's result.
     """
-    if num_shards is None and not isinstance(x, ShardSums):
-        return Prepared(x, options, lambda total: total)
-    num_shards = num_shards if num_shards is None else integer(function, "num_shards", num_shards)
+    has_shards = isinstance(x, ShardSums)
+    if num_shards is None and not has_shards:
+        return x, options, lambda total: total
+    if num_shards is not None:
+        num_shards = integer(function, "num_shards", num_shards)
+    if options.order != "tree":
+        given = "a ShardSums" if has_shards else f"num_shards={num_shards}"
+        raise ValueError(f"{function}: {given} needs order='tree', got order={options.order!r}")
     sizes = {num_ranks(axes)} if groups is None else {len(group) for group in groups}
-    if not isinstance(x, ShardSums):
-        _check_order(function, options, f"num_shards={num_shards}")
+    if not has_shards:
         if sizes != {num_shards}:
             raise ValueError(
                 f"{function}: each rank gives one value, so num_shards can only be the number of ranks, "
                 f"{_listed(sizes)}; got num_shards={num_shards}. For several shards on each rank pass a "
                 "jax_ring.ShardSums."
             )
-        return Prepared(x, options, lambda total: total)
-    _check_order(function, options, "a ShardSums")
+        return x, options, lambda total: total
     if num_shards not in (None, x.num_shards):
         raise ValueError(
             f"{function}: got num_shards={num_shards} and a ShardSums of {x.num_shards} shards; leave num_shards out"
@@ -82,13 +69,13 @@ def prepare(
 
     def finish(total):
         leaves, structure = jax.tree.flatten(total)
-        cast = [leaf.astype(_counted(dtype)) for leaf, dtype in zip(leaves, x.dtypes, strict=True)]
-        return jax.tree.unflatten(structure, cast)
+        dtypes = [np.int32 if dtype == np.bool_ else dtype for dtype in x.dtypes]
+        return jax.tree.unflatten(structure, [leaf.astype(d) for leaf, d in zip(leaves, dtypes, strict=True)])
 
     leaves = jax.tree.map(operand, x.terms)
     if not axes:  # a rank alone has one term, its sum
         leaves = jax.tree.map(lambda terms: terms[0], leaves)
-    return Prepared(leaves, dataclasses.replace(options, num_shards=x.num_shards), finish)
+    return leaves, dataclasses.replace(options, num_shards=x.num_shards), finish
 
 
 def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:
@@ -101,15 +88,6 @@ def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups
         return in_every_slot
     used = lax.iota(np.int32, slots) < jnp.asarray(counts)[rank_in_group(axes, groups)]
     return [jnp.where(jnp.expand_dims(used, range(1, ct.ndim)), ct, jnp.zeros_like(ct)) for ct in in_every_slot]
-
-
-def _check_order(function: str, options: Options, what: str) -> None:
-    if options.order != "tree":
-        raise ValueError(f"{function}: {what} needs order='tree', got order={options.order!r}")
-
-
-def _counted(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.int32) if dtype == np.bool_ else dtype
 
 
 def _listed(sizes: set[int]) -> str:
