@@ -4,7 +4,6 @@ JAX calls a hook after each launch of a jitted function at the top level, and be
 A thread takes the newest outputs from time to time, and waits for them.
 """
 
-import atexit
 import itertools
 import threading
 from typing import Any
@@ -16,7 +15,6 @@ from jax_ring.launcher.watching.page import EXECUTIONS
 from jax_ring.progress import answers, notes, outputs
 
 _LOOK_SECONDS = 0.1
-_EXIT_SECONDS = 10.0
 
 _numbers = itertools.count(1)
 _newest: list[tuple[int, Any]] = []  # the last execution and its outputs, until the thread takes them
@@ -25,19 +23,10 @@ _end = threading.Event()
 
 def start() -> None:
     """Begins to note the executions of this process."""
-    page = notes.page()
-    page.begin(EXECUTIONS, 0.0, False, "an execution")
+    notes.page().begin(EXECUTIONS, 0.0, False, "an execution")
     _compat.call_with_launches(_launch, _launched)
     answers.start()
-    thread = threading.Thread(target=_complete, args=(page,), name="jax_ring-executions", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        _end.set()
-        thread.join(timeout=_EXIT_SECONDS)
-
-    atexit.register(end)
-    notes.call_when_leaving(_newest.clear)
+    notes.start_thread("executions", _complete, _end.set, _newest.clear)
 
 
 def _launch() -> int | None:
@@ -59,7 +48,8 @@ def _launched(number: int | None, results: Any) -> None:
         _newest[:] = [(number, jax.tree.leaves(results))]
 
 
-def _complete(page) -> None:
+def _complete() -> None:
+    page = notes.page()
     while not _end.wait(_LOOK_SECONDS):
         try:
             number, leaves = _newest.pop()

@@ -1,6 +1,5 @@
 """`watch`: notes when each call of a function is begun, and when its results are there."""
 
-import atexit
 import functools
 import itertools
 import math
@@ -19,14 +18,12 @@ from jax_ring.options import check_choice
 from jax_ring.progress import answers, notes, outputs
 
 OnStuck = Literal["report", "end"]
-# For programs that still run when Python ends, or when the members of an elastic job change.
-_EXIT_SECONDS, _LEAVE_SECONDS = 10.0, 1.0
+_LEAVE_SECONDS = 1.0  # for programs that still run when the members of an elastic job change
 
 # Steps of all watched functions have one sequence, which processes compare.
 _numbers = itertools.count(1)
 _started: queue.SimpleQueue = queue.SimpleQueue()  # steps for the thread
 _open: dict[int, bool] = {}  # steps that the thread has not been through, and whether their functions have returned
-_thread: threading.Thread | None = None
 
 
 @overload
@@ -116,17 +113,13 @@ class Watched:
         return f"jax_ring.watch({self._step!r})"
 
 
+@functools.cache
 def _start_thread() -> None:
-    global _thread
-    if _thread is None:
-        _thread = threading.Thread(target=_complete, args=(notes.page(),), name="jax_ring-steps", daemon=True)
-        _thread.start()
-        atexit.register(_end)
-        notes.call_when_leaving(_drop)
+    notes.start_thread("steps", _complete, lambda: _started.put(None), _drop)
 
 
-def _complete(page) -> None:
-    last = 0
+def _complete() -> None:
+    page, last = notes.page(), 0
     while (entry := _started.get()) is not None:
         if isinstance(entry, threading.Event):
             entry.set()
@@ -154,10 +147,3 @@ def _drop() -> None:
     is_idle = threading.Event()
     _started.put(is_idle)
     is_idle.wait(_LEAVE_SECONDS)
-
-
-def _end() -> None:
-    """Ends the thread: one that returns from a wait while Python ends would end the process."""
-    assert _thread is not None
-    _started.put(None)
-    _thread.join(timeout=_EXIT_SECONDS)
