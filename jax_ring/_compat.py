@@ -57,7 +57,9 @@ try:
     _auto_pcast = _config.auto_pcast
     _source_file_pattern = _config.hlo_source_file_canonicalization_regex
     skip_size_one_axes = _parallel._maybe_skip_one_sized_axes  # if JAX leaves these out of types
-    _register_custom_type = _xla_client._xla.register_custom_type
+    # `jax.ffi.register_ffi_type` waits for the CPU client and then registers handlers before types, which XLA rejects.
+    # Creating the client on import would fix the number of devices.
+    register_cpu_ffi_type = _xla_client._xla.register_custom_type
     _CompileOnlyClient = _xla_client._xla.CompileOnlyPyClient
     _common_lowerings = _mlir._lowerings
     _platform_lowerings = _mlir._platform_specific_lowerings
@@ -332,23 +334,23 @@ def replace_lowering(
     cacheable: whether equal equations may be lowered once. A cached lowering does not know the call site.
     """
     registries = [_common_lowerings, *(_platform_lowerings[platform] for platform in platforms)]
-    originals = [(registry, registry[primitive]) for registry in registries if primitive in registry]
+    originals = [(registry, registry.get(primitive)) for registry in registries]
     for registry, entry in originals:
-        registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
-    added = []
+        if entry is not None:
+            registry[primitive] = dataclasses.replace(entry, rule=make_rule(entry.rule))
     for platform in platforms:
         if primitive not in _common_lowerings and primitive not in _platform_lowerings[platform]:
             _mlir.register_lowering(primitive, make_rule(no_lowering), platform=platform)
-            added.append(_platform_lowerings[platform])
     changes_caching = not cacheable and primitive not in _uncacheable_primitives
     if changes_caching:
         _uncacheable_primitives.add(primitive)
 
     def undo() -> None:
         for registry, entry in originals:
-            registry[primitive] = entry
-        for registry in added:
-            del registry[primitive]
+            if entry is None:
+                registry.pop(primitive, None)
+            else:
+                registry[primitive] = entry
         if changes_caching:
             _uncacheable_primitives.discard(primitive)
 
@@ -576,11 +578,6 @@ def visible_gpus() -> tuple[int, ...] | None:
     return None if _visible_gpus.value == "all" else tuple(map(int, _visible_gpus.value.split(",")))
 
 
-def local_gpu_ids() -> dict[int, int]:
-    """The JAX device id of each GPU of this process, by CUDA ordinal."""
-    return {device.local_hardware_id: device.id for device in jax.local_devices(backend="cuda")}
-
-
 def devices_of_process(device) -> list:
     """All devices of a device's process and backend, also those in no mesh, by id."""
     peers = [other for other in device.client.devices() if other.process_index == device.process_index]
@@ -692,12 +689,10 @@ def value_of(client, key: str) -> str | None:
 def publish_once(key: str, value: str) -> str:
     """Publishes a value unless the key has one; returns the key's value, without blocking."""
     client = distributed_client()
-    try:
-        client.key_value_set(key, value)
-    except jax.errors.JaxRuntimeError:
-        # Raises if the store is unreachable. Otherwise the key has a value.
-        return client.key_value_try_get(key)
-    return value
+    if put_value(client, key, value):
+        return value
+    # Raises if the store is unreachable. Otherwise the key has a value.
+    return client.key_value_try_get(key)
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:
@@ -712,15 +707,6 @@ def complete_errors(complete: Callable[[str], str]) -> None:
         initialize(self, *arguments)
 
     error.__init__ = initialize_completed  # type: ignore[method-assign]
-
-
-def register_cpu_ffi_type(name: str, registration: dict) -> None:
-    """Registers the type of an FFI handler's state at once.
-
-    `jax.ffi.register_ffi_type` waits for the CPU client and then registers handlers before types, which XLA rejects.
-    Creating the client on import would fix the number of devices.
-    """
-    _register_custom_type(name, registration)
 
 
 def evaluate_operands_apart(primitive) -> None:

@@ -88,11 +88,7 @@ _MAX_SECONDS = 2.0**31 - 1  # XLA's limit has 32 bits; 68 years
 
 
 def timeout_from(text: str) -> float:
-    """`JAX_RING_TIMEOUT_S`: seconds that a call waits for missing ranks.
-
-    Raises:
-      ValueError: unless positive and finite.
-    """
+    """`JAX_RING_TIMEOUT_S`: seconds that a call waits for missing ranks."""
     try:
         seconds = float(text)
     except ValueError:
@@ -105,37 +101,29 @@ def timeout_from(text: str) -> float:
     return min(seconds, _MAX_SECONDS)
 
 
-def flag_from(variable: str, text: str, meaning: str) -> bool:
-    """An environment variable of 1 or 0, by default 0.
-
-    Raises:
-      ValueError: for other texts; says what 1 means.
-    """
+def _flag(variable: str, meaning: str) -> bool:
+    """An environment variable of 1 or 0, by default 0. meaning: of 1."""
+    text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{variable} must be 1 ({meaning}) or 0, got {text!r}")
     return text == "1"
 
 
 def recorder_from(text: str) -> bool:
-    """`JAX_RING_RECORDER`: whether calls are recorded.
-
-    Raises:
-      ValueError: unless 0, 1 or empty, the default.
-    """
+    """`JAX_RING_RECORDER`: whether calls are recorded."""
     if text not in ("", "0", "1"):
         raise ValueError(f"{RECORDER_VARIABLE} must be 0 (record no calls) or 1, the default; got {text!r}")
     return text != "0"
 
 
-STRICT = flag_from(STRICT_VARIABLE, os.environ.get(STRICT_VARIABLE, ""), "no fallback to XLA's collectives")
-OVERRIDE = flag_from(OVERRIDE_VARIABLE, os.environ.get(OVERRIDE_VARIABLE, ""), "override_lax() in all threads")
+STRICT = _flag(STRICT_VARIABLE, "no fallback to XLA's collectives")
+OVERRIDE = _flag(OVERRIDE_VARIABLE, "override_lax() in all threads")
 # On one GPU, processes wait for each other's time slices, so this is for tests.
-SHARED_GPU = flag_from(SHARED_GPU_VARIABLE, os.environ.get(SHARED_GPU_VARIABLE, ""), "ranks may share a GPU")
+SHARED_GPU = _flag(SHARED_GPU_VARIABLE, "ranks may share a GPU")
 
 # The engine reads it, but ignores unknown names.
 if (_isa := os.environ.get(ISA_VARIABLE, "")) not in ("", "baseline", "avx2", "avx512"):
     raise ValueError(f"{ISA_VARIABLE} must be baseline, avx2 or avx512, got {_isa!r}. Unset it for the best one.")
-
 
 RECORDER = recorder_from(os.environ.get(RECORDER_VARIABLE, ""))
 
@@ -330,7 +318,8 @@ def register() -> None:
     ffi_cuda.share_failures(_ffi_cpu.failures())
     if cuda_kernels is not None:
         ffi_cuda.set_gpus(cuda_kernels.gpus())
-    ffi_cuda.set_device_ids(_compat.local_gpu_ids)
+    # The JAX device id of each GPU of this process, by CUDA ordinal.
+    ffi_cuda.set_device_ids(lambda: {gpu.local_hardware_id: gpu.id for gpu in jax.local_devices(backend="cuda")})
     if not RECORDER:
         _ffi_cpu.turn_off_recorder()
     if _compat.LAUNCHES_HOLD_THREADS:
