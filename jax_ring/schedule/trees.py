@@ -21,23 +21,19 @@ def inorder_tree(num_ranks: int) -> Tree:
     The root is 2^floor(log2 p) - 1, with a full left subtree and a smaller tree of the kind on the right. The height is
     floor(log2 p).
     """
-    parent: list[int | None] = [None] * num_ranks
-    children: list[list[int]] = [[] for _ in range(num_ranks)]
-    depth = [0] * num_ranks
+    tree = [Node(None, (), 0)] * num_ranks
 
-    def build(begin: int, end: int, above: int | None) -> None:
+    def build(begin: int, end: int, parent: int | None, depth: int) -> tuple[int, ...]:
+        """Builds the tree of these ranks; returns its root, if there are any."""
         if begin == end:
-            return
+            return ()
         root = begin + (1 << ((end - begin).bit_length() - 1)) - 1
-        parent[root] = above
-        if above is not None:
-            children[above].append(root)
-            depth[root] = depth[above] + 1
-        build(begin, root, root)
-        build(root + 1, end, root)
+        children = *build(begin, root, root, depth + 1), *build(root + 1, end, root, depth + 1)
+        tree[root] = Node(parent, children, depth)
+        return (root,)
 
-    build(0, num_ranks, None)
-    return [Node(*node) for node in zip(parent, map(tuple, children), depth, strict=True)]
+    build(0, num_ranks, None, 0)
+    return tree
 
 
 @cache  # the same for all ranks
