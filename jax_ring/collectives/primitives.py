@@ -60,20 +60,27 @@ def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
         results = [rules.abstract_eval(aval, **params) for aval in avals]
         return [aval for aval, _ in results], set().union(*(effects for _, effects in results))
 
-    primitive.def_effectful_abstract_eval(abstract_eval)
-    primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
     if rules.transpose is None:
-        ad.primitive_jvps[primitive] = partial(_refuse_jvp, call.function)
+        jvp = partial(_refuse_jvp, call.function)
     else:
-        ad.primitive_jvps[primitive] = partial(_linear_jvp, primitive)
+        jvp = partial(_linear_jvp, primitive)
         ad.primitive_transposes[primitive] = partial(_transpose, rules.transpose)
-    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, call.function, rules)
+    batch = partial(_batch, primitive, call.function, rules)
+    register(primitive, abstract_eval, jvp, batch, partial(lower, call))
     _compat.evaluate_operands_apart(primitive)
     _compat.dce_rules[primitive] = _dead_code
-    # Not cacheable, because a cached lowering does not know the user's source line of the call.
-    mlir.register_lowering(primitive, partial(lower, call), cacheable=False)
     merge_equations.PRIMITIVES.add(primitive)
     return primitive
+
+
+def register(primitive: Primitive, abstract_eval: Callable, jvp: Callable, batch: Callable, lowering: Callable) -> None:
+    """Registers the rules that all primitives of collectives have."""
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    primitive.def_impl(lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
+    # Not cacheable, because a cached lowering does not know the user's source line of the call.
+    mlir.register_lowering(primitive, lowering, cacheable=False)
 
 
 def _linear_jvp(primitive: Primitive, primals: Sequence, tangents: Sequence, **params):

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.leaves import as_varying
-from jax_ring.collectives.primitives import ring_all_gather_p, ring_psum_scatter_p
+from jax_ring.collectives.primitives import register, ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
@@ -269,9 +269,5 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
     return [total[0], error][:results], [None, 0][:results]
 
 
-quantized_psum_p.def_effectful_abstract_eval(_abstract_eval)
-quantized_psum_p.def_impl(lambda *operands, **params: jax.jit(partial(quantized_psum_p.bind, **params))(*operands))
-ad.primitive_jvps[quantized_psum_p] = _refuse_jvp
-batching.fancy_primitive_batchers[quantized_psum_p] = _batch
-mlir.register_lowering(quantized_psum_p, _lower, cacheable=False)
+register(quantized_psum_p, _abstract_eval, _refuse_jvp, _batch, _lower)
 decompositions.STEPS[quantized_psum_p] = _steps

@@ -5,12 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, Groups, axes_of, check_groups, check_named, group_size
 from jax_ring.collectives.exchange import ring_all_to_all
 from jax_ring.collectives.leaves import as_varying, check_dtype
+from jax_ring.collectives.primitives import register
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering import ragged
 from jax_ring.lowering.call_spec import CallSpec
@@ -161,11 +162,5 @@ def _batch(axis_data, operands, dims, **params):
 
 ring_ragged_all_to_all_p = Primitive("ring_ragged_all_to_all")
 _CALL = CallSpec("ring_ragged_all_to_all", RAGGED_ALL_TO_ALL, to_xla=_compat.lax_rule(_compat.ragged_all_to_all_p))
-ring_ragged_all_to_all_p.def_effectful_abstract_eval(_abstract_eval)
-ring_ragged_all_to_all_p.def_impl(
-    lambda *operands, **params: jax.jit(partial(ring_ragged_all_to_all_p.bind, **params))(*operands)
-)
-ad.primitive_jvps[ring_ragged_all_to_all_p] = _jvp
+register(ring_ragged_all_to_all_p, _abstract_eval, _jvp, _batch, partial(ragged.lower, _CALL))
 ad.primitive_transposes[ring_ragged_all_to_all_p] = _transpose
-batching.fancy_primitive_batchers[ring_ragged_all_to_all_p] = _batch
-mlir.register_lowering(ring_ragged_all_to_all_p, partial(ragged.lower, _CALL), cacheable=False)
