@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_ring import _compat
 from jax_ring.collectives import vmap_axis
 from jax_ring.collectives.axes import refuse_mixed_axes
-from jax_ring.collectives.slots import spread
+from jax_ring.collectives.shard_sums import spread
 from jax_ring.lowering import kinds
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.passes import merge_equations

@@ -11,7 +11,7 @@ from jax_ring import _compat
 from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root, split_axes
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, counted, fused, moved, no_namesake
-from jax_ring.collectives.slots import prepare
+from jax_ring.collectives.shard_sums import prepare
 from jax_ring.lowering.xla.bitcasts import from_bits, to_bits
 from jax_ring.options import Algorithm, Order, make_options
 
