@@ -177,7 +177,6 @@ def check_vma() -> bool:
 
 
 def without_vma():
-    """A context without vma tracking."""
     return _check_vma(False)
 
 
@@ -547,12 +546,7 @@ def register_partitioner(target: str, partition: Callable) -> None:
 
 
 def reshape_sharding(sharding, removed: int, added: int):
-    """XLA's sharding for an array with other leading dimensions.
-
-    Args:
-      removed: the number of leading dimensions now.
-      added: the number of new ones, which are not divided.
-    """
+    """XLA's sharding for an array with `added` leading dimensions, not divided, in place of `removed`."""
     if not sharding.is_tiled():
         return sharding  # it divides nothing
     tiles = list(sharding.tile_assignment_dimensions())
@@ -624,11 +618,7 @@ def is_distributed() -> bool:
 
 
 def distributed_client():
-    """The client of the distributed runtime.
-
-    Raises:
-      RuntimeError: while `jax.distributed` is not initialized.
-    """
+    """The client of the distributed runtime. Raises RuntimeError while there is none."""
     client = _distributed.global_state.client
     if client is None:
         raise RuntimeError(
@@ -809,17 +799,14 @@ def lowered_alone(eqn, axis_context, platform: str):
 # ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------
 
 
-def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> None:
+def connect_to_runtime(address: str, num_processes: int, process_id: int, timeout_s: float) -> None:
     """`jax.distributed.initialize` for a process that does not host the coordination service.
 
     Blocks until all have connected; the runtime ends the process if they do not in time.
-
-    Args:
-      coordinator: the address of the service, host:port.
     """
     state = _distributed.global_state
     client = _distributed._jax.get_distributed_runtime_client(
-        coordinator,
+        address,
         process_id,
         init_timeout=max(1, round(timeout_s)),
         use_compression=True,
@@ -829,7 +816,7 @@ def connect_to_runtime(coordinator: str, num_processes: int, process_id: int, ti
         shutdown_on_destruction=False,
     )
     client.connect()
-    state.coordinator_address, state.num_processes, state.process_id = coordinator, num_processes, process_id
+    state.coordinator_address, state.num_processes, state.process_id = address, num_processes, process_id
     state.client = client
     state.initialize_preemption_sync_manager()
 

@@ -178,9 +178,7 @@ def canonical_dimension(function: str, name: str, dimension: int, ndim: int) -> 
 
 
 def divided_dimension(function: str, name: str, dimension: int, leaf, size: int, *, tiled: bool, first: int = 0) -> int:
-    """The dimension of a leaf that is cut into a block per rank, counted from the front.
-
-    Raises if it does not exist or its size does not fit.
+    """The dimension of a leaf that is cut into a block per rank, counted from the front. Raises unless its size fits.
 
     first: leading dimensions of the leaf that are not counted.
     """
