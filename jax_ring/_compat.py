@@ -356,23 +356,10 @@ def replace_lowering(
     return undo
 
 
-# Primitives that are not named after the function that binds them, apart from the suffix _invariant.
-_FUNCTION_NAMES = {
-    "reduce_scatter": "psum_scatter",
-    "unreduced_reduce_scatter": "psum_scatter",
-    "unreduced_psum": "psum",
-    "unreduced_pmax": "pmax",
-    "unreduced_pmin": "pmin",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter_start": "psum_scatter_start",
-    "psum_invariant_start": "psum_start",
-}
-
-
 def function_name(primitive) -> str:
-    """The function that binds a collective's primitive: psum for psum_invariant."""
-    name = primitive.name.removesuffix("_invariant")
-    return _FUNCTION_NAMES.get(name, name)
+    """The function that binds a collective's primitive, also for values that are unreduced, reduced or invariant."""
+    name = primitive.name.removeprefix("unreduced_").replace("_reduced", "").replace("_invariant", "")
+    return name.replace("reduce_scatter", "psum_scatter")
 
 
 def once(lowering_context, key: Hashable, compute: Callable[..., T], *args) -> T:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import make_mesh, sharded
 from jax import lax
+from jax._src.lax import parallel  # has the asynchronous collectives that jax.lax does not
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -190,6 +191,8 @@ OTHER_NAMES = {
     "all_gather to invarying": ("all_gather", P(), lambda x: lax.all_gather(x, "i", tiled=True, to="invarying")),
     "all_gather to reduced": ("all_gather", P(reduced={"i"}),
                               lambda x: jax_ring.ring_all_gather(x, "i", tiled=True, to="reduced")),
+    "all_gather_start to reduced": ("all_gather_start", P(reduced={"i"}),
+                                    lambda x: parallel.all_gather_start(x, "i", tiled=True, to="reduced").done()),
 }  # fmt: skip
 
 
