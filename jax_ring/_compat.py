@@ -48,7 +48,7 @@ try:
     from jax._src.source_info_util import user_frame as _user_frame
     from jax.interpreters.mlir import SPMDAxisContext as SPMDAxisContext
     from jax.interpreters.partial_eval import dce_jaxpr as dce_jaxpr
-    from jax.interpreters.partial_eval import dce_rules as dce_rules
+    from jax.interpreters.partial_eval import dce_rules as _dce_rules
     from jaxlib import xla_client as _xla_client
 
     psum_p = _parallel.psum_p
@@ -687,12 +687,24 @@ def complete_errors(complete: Callable[[str], str]) -> None:
 
 
 def evaluate_operands_apart(primitive) -> None:
-    """Lets JAX know some results of a primitive, which has one for each operand, and not others.
+    """Lets JAX know or drop each result of a primitive, which has one for each operand, by itself.
 
-    As if there were an equation for each. By default one unknown operand makes all results unknown.
+    As if there were an equation for each. By default one unknown operand makes all results unknown, and one used result
+    keeps all.
     """
     _rules_for_knowns[primitive] = functools.partial(_evaluate_knowns, primitive)
     _rules_for_remat[primitive] = _split_for_remat
+    _dce_rules[primitive] = _drop_unused
+
+
+def _part(eqn, wanted: Sequence[bool]):
+    """The equation for some operands and their results; None for none."""
+    keep = lambda variables: [v for v, is_wanted in zip(variables, wanted, strict=True) if is_wanted]  # noqa: E731
+    return eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars)) if any(wanted) else None
+
+
+def _drop_unused(used: list[bool], *rest) -> tuple:
+    return used, _part(rest[-1], used)  # from JAX 0.12 on behind the liveness of the inputs
 
 
 def _evaluate_knowns(primitive, trace, *tracers, **params):
@@ -707,18 +719,13 @@ def _evaluate_knowns(primitive, trace, *tracers, **params):
 
 def _split_for_remat(saveable: Callable, unknown: Sequence[bool], instantiated: Sequence[bool], eqn) -> tuple:
     """An equation's part for the first pass and that for the second: what JAX does for equations without a rule."""
-
-    def part(wanted: Sequence[bool]):
-        keep = lambda variables: [v for v, is_wanted in zip(variables, wanted, strict=True) if is_wanted]  # noqa: E731
-        return eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars)) if any(wanted) else None
-
-    first = part([not each for each in unknown])
+    first = _part(eqn, [not each for each in unknown])
     # A rule cannot return the two equations that move results elsewhere. They stay here, as if saved.
     recomputed = first is not None and isinstance(
         _remat_case(saveable(eqn.primitive, *[v.aval for v in first.invars], **eqn.params)), _partial_eval.RecomputeType
     )
     in_second = [each or recomputed for each in unknown]
-    second = part(in_second)
+    second = _part(eqn, in_second)
     residuals = [
         v
         for v, used, there in zip(eqn.invars, in_second, instantiated, strict=True)

@@ -68,7 +68,6 @@ def _make_primitive(name: str, call: CallSpec, rules: Rules) -> Primitive:
     batch = partial(_batch, primitive, call.function, rules)
     register(primitive, abstract_eval, jvp, batch, partial(lower, call))
     _compat.evaluate_operands_apart(primitive)
-    _compat.dce_rules[primitive] = _dead_code
     merge_equations.PRIMITIVES.add(primitive)
     return primitive
 
@@ -166,17 +165,6 @@ def _batch_other_axis(bind: Callable, rules: Rules, operands: Sequence, dims: Se
         for i, result in zip(members, of_members, strict=True):
             results[i] = result
     return results, result_dims
-
-
-def _dead_code(used_outputs: list[bool], *rest):
-    """How an equation shrinks when only some outputs are used."""
-    eqn = rest[-1]  # from JAX 0.12 on behind the liveness of the inputs
-    if all(used_outputs):
-        return used_outputs, eqn
-    if not any(used_outputs):
-        return [False] * len(eqn.invars), None
-    keep = lambda variables: [v for v, used in zip(variables, used_outputs, strict=True) if used]  # noqa: E731
-    return used_outputs, eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars))
 
 
 # ---- Their transposes -----------------------------------------------------------------------------------------------
