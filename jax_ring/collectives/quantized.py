@@ -220,9 +220,7 @@ def _lower(ctx, *operands, **params):
 
 
 def _can_be_cut(ctx, levels: Levels, with_error: bool) -> bool:
-    """Whether the sum may cross hosts in parts: not with an error or a random key, which depend on the blocks'
-    ranks.
-    """
+    """Whether the sum may cross hosts in parts. Errors and random keys depend on the blocks' ranks."""
     (x, *key_data) = ctx.avals_in
     return (
         wait_markers.are_enclosed(ctx, levels.inter)
