@@ -231,12 +231,12 @@ def _can_be_cut(ctx, levels: Levels, with_error: bool) -> bool:
 
 
 def _note_service(call: CallSpec) -> None:
-    function, axes, (levels, _, why_not, _) = call.function, call.axes, call.service
+    function, axes, levels = call.function, call.axes, call.service.levels
     if levels is not None:
         if levels.inter:
             logger.info("%s over %s rounds only what crosses %d hosts", function, axes, levels.num_hosts)
     elif jax.process_count() > 1:
-        text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {why_not}"
+        text = f"{function} over {axes} rounds the values of every rank, and XLA exchanges them: {call.service.why_not}"
         if runtime.STRICT:
             raise NotImplementedError(
                 f"{text}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the variable to allow it."

@@ -19,12 +19,14 @@ class Service(NamedTuple):
       engine: "cpu" or "cuda".
       why_not: the reason, if `levels` is None.
       automatic_axes: axes that enclosing shard_maps leave to the compiler, of more than one device.
+      group_trees: of the engine's groups, for order "tree".
     """
 
     levels: Levels | None
     engine: str = ""
     why_not: str = ""
     automatic_axes: tuple[str, ...] = ()
+    group_trees: tuple[trees.GroupTree, ...] = ()
 
 
 class CallSpec(NamedTuple):
@@ -38,7 +40,6 @@ class CallSpec(NamedTuple):
       axis_size, dimension, tiled, concat_dimension, root, perm: parameters of some, see `Kind.params`.
       groups: of mesh positions, in rank order.
       description: for errors, without the line; equal for equal calls.
-      group_trees: of order "tree" where groups lack some ranks of their trees.
       part: (offset, length) of the slice of a 1-D array that a reduce-scatter reads or an all-gather writes. An
         all-gather also takes the array with earlier parts, if any. Further operands are awaited, not read.
       rounds_to: the 16-bit float to which a reduce-scatter of a part rounds float32 before adding; else empty.
@@ -61,7 +62,6 @@ class CallSpec(NamedTuple):
     groups: tuple[tuple[int, ...], ...] = ()
     service: Service = Service(None)
     description: str = ""
-    group_trees: tuple[trees.GroupTree, ...] | None = None
     part: tuple[int, ...] = ()
     rounds_to: str = ""
     blocks_apart: bool = False
@@ -94,12 +94,12 @@ class CallSpec(NamedTuple):
 
     def within_hosts(self, kind: Kind, **changes: Any) -> "CallSpec":
         """The call of this kind between each host's ranks that is a step of this one."""
-        levels = self.levels
+        levels, group_trees = self.levels, self.service.group_trees if kind.adds else ()
         return self._replace(
             kind=kind,
             op=self.op if kind.adds else "sum",
             groups=levels.intra,
-            service=self.service._replace(levels=levels._replace(inter=())),
+            service=self.service._replace(levels=levels._replace(inter=()), group_trees=group_trees),
             description=f"{self.description} ({kind.name.replace('_', '-')} within a host)",
             **{**_NO_PARAMS, "axis_size": levels.num_ranks, **changes},
         )

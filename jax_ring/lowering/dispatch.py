@@ -62,11 +62,12 @@ def who_serves(
             return Service(None, why_not=why_not, automatic_axes=automatic_axes)
     if levels is not None and levels.inter and (alone := ranks_by_host.why_not_split(kind, groups, levels, perm)):
         return Service(None, why_not=f"{topology.crossing_text(levels.num_hosts)}, {alone}")
-    if levels is not None and platforms[0] == "cuda" and kind.adds and options.order == "tree":
-        parts = trees.trees_of(groups, levels.intra, options)
-        if beyond := trees.why_beyond_kernels(parts):
+    group_trees: tuple[trees.GroupTree, ...] = ()
+    if levels is not None and kind.adds and options.order == "tree":
+        group_trees = trees.trees_of(groups, levels.intra, options)
+        if platforms[0] == "cuda" and (beyond := trees.why_beyond_kernels(group_trees)):
             return Service(None, why_not=beyond)
-    return Service(levels, platforms[0], why_not, automatic_axes)
+    return Service(levels, platforms[0], why_not, automatic_axes, group_trees)
 
 
 def replica_groups(axis_context, axes, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:

@@ -33,14 +33,16 @@ class GroupTree(NamedTuple):
         return shard_tree.roots_of(*self)
 
 
-def trees_of(groups: Groups, intra: Groups, options: Options) -> list[GroupTree]:
+def trees_of(groups: Groups, intra: Groups, options: Options) -> tuple[GroupTree, ...]:
     """The trees of the groups' parts on each host. intra: these parts, as of `Levels`."""
     ranks, num_hosts = rank_table(groups), len(intra) // len(groups)
     sizes = [len(group) for group in groups for _ in range(num_hosts)]
-    return [
-        GroupTree(options.num_shards or size, size, tuple(ranks[list(part)].tolist()))
-        for part, size in zip(intra, sizes, strict=True)
-    ]
+    return tuple(
+        [
+            GroupTree(options.num_shards or size, size, tuple(ranks[list(part)].tolist()))
+            for part, size in zip(intra, sizes, strict=True)
+        ]
+    )
 
 
 def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:

@@ -88,16 +88,17 @@ def of(call: CallSpec, ctx, stream: str) -> ir.DictAttr:
         program = program_id.name_of(ctx)
     key = (
         call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
-        call.service, call.group_trees, mesh, call.part, call.rounds_to, program, lane,
+        call.service, mesh, call.part, call.rounds_to, program, lane,
     )  # fmt: skip
     return _compat.once(ctx, ("attributes", *key), attributes_of, call, mesh, program, lane)
 
 
 def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
     """The same. program: its name between processes. lane: of a GPU."""
-    levels, engine = call.levels, call.service.engine
-    groups, of_mesh = levels.intra, topology.members_of(engine, mesh)
-    assert of_mesh is not None  # checked by topology.levels_of
+    groups, levels, engine = call.groups, call.service.levels, call.service.engine
+    of_mesh = topology.members_of(engine, mesh)
+    assert levels is not None  # checked by dispatch.who_serves
+    assert of_mesh is not None
     members = [of_mesh[position] for group in groups for position in group]
     one_shot: Sequence[int] = ()
     two_shot: Sequence[int] = ()
@@ -107,7 +108,7 @@ def attributes_of(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
     sources = [-1] * (0 if call.perm is None else len(groups[0]))
     for source, receiver in call.perm or ():
         sources[receiver] = source
-    shards, sizes, ranks = zip(*call.group_trees, strict=True) if call.group_trees else ((), (), ())
+    shards, sizes, ranks = zip(*call.service.group_trees, strict=True) if call.service.group_trees else ((), (), ())
     values: dict[str, str | int | Sequence[int]] = {
         "collective": call.kind.name,
         "op": call.op,

@@ -11,7 +11,6 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import attributes, layout, operation, partitioned, streams
 from jax_ring.lowering.custom_call.operation import Call, Description
@@ -34,11 +33,9 @@ def prepare(call: CallSpec, ctx) -> Emit:
     adds in an all-gather and keeps in an all-to-all. For other dimensions data is transposed here. Slots come before
     the blocks.
     """
-    levels = call.levels
-    if call.adds_along_tree and call.group_trees is None:
-        call = call._replace(group_trees=tuple(trees.trees_of(levels.intra, levels.intra, call.options)))
     scatters, gathers = call.kind.scatters and not call.part, call.kind.gathers and not call.part
-    slots = int(bool(call.group_trees and call.group_trees[0].num_slots() > 1))
+    group_trees = call.service.group_trees
+    slots = int(bool(group_trees and group_trees[0].num_slots() > 1))
     avals_in, avals_out = ctx.avals_in, ctx.avals_out
     if scatters:
         shapes = [aval.shape[:slots] + layout.shape_of_blocks(aval.shape[slots:], **call.blocks) for aval in avals_in]
@@ -50,7 +47,7 @@ def prepare(call: CallSpec, ctx) -> Emit:
         return lambda ctx, operands: [
             ops.inline_one(ctx, jnp.zeros_like, x, aval) for x, aval in zip(operands, avals_in, strict=True)
         ]
-    is_alone = max(map(len, levels.intra)) == 1
+    is_alone = max(map(len, call.groups)) == 1
     engine: Emit = partial(_reshape, avals_out) if is_alone else _prepare_engine(call, ctx, avals_in, avals_out, slots)
     if not (scatters or gathers):
         return engine

@@ -32,8 +32,8 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Emits an all-reduce or a reduce-scatter; parts of all operands cross together."""
     levels, scatters, steps = call.levels, call.kind.scatters, Steps(ctx, call)
     num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
-    parts, group_of = trees.trees_of(call.groups, levels.intra, call.options), ranks_by_host.group_of(levels)
-    layouts = [tuple(parts[i : i + num_hosts]) for i in range(0, len(parts), num_hosts)]  # by group
+    parts, group_of = call.service.group_trees, ranks_by_host.group_of(levels)
+    layouts = [parts[i : i + num_hosts] for i in range(0, len(parts), num_hosts)]  # by group
     slots = trees.num_slots(call.groups, call.options)
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
@@ -63,7 +63,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         return lax.switch(jnp.asarray(which)[jnp.asarray(group_of)[position]], folds, *received)
 
     values = steps.run(arrange, Values(operands, dtype), wide)
-    values = steps.intra(REDUCE_SCATTER, values, roots, group_trees=tuple(parts))
+    values = steps.intra(REDUCE_SCATTER, values, roots)
     sent = partial(_sent, num_hosts=num_hosts, copies=copies)
     values = steps.each(sent, values, bitcasts.words_dtype(wide))
     values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)

@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import dispatch, trees
+from jax_ring.lowering import dispatch
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import attributes, operation, streams
 from jax_ring.lowering.custom_call.operation import Description
@@ -123,8 +123,6 @@ class Program:
         is_on_cpu = self._platform_name == "cpu"
         if call.in_tuple and is_on_cpu and service.levels.num_processes == 1:
             spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
-        if spec.adds_along_tree:
-            spec = spec._replace(group_trees=tuple(trees.trees_of(spec.groups, spec.groups, spec.options)))
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self._mesh, name, streams.LANES[is_beside])
