@@ -55,7 +55,8 @@ def end_program(
     module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence, is_exported: bool
 ) -> None:
     """Passes on a program lowered from a jaxpr. meshes: of arguments and results."""
-    source_lines.settle(module)
+    if source_lines.REQUEST in module.operation.attributes:
+        source_lines.settle(module)
     if is_exported:
         return  # its caller decides on donation and sharding
     if donates:

@@ -20,22 +20,20 @@ from jax_ring.lowering.custom_call.operation import compared
 from jax_ring.lowering.passes import dataflow
 from jax_ring.lowering.state import Numbers
 
-_REQUEST = "jax_ring.several_lines"
+REQUEST = "jax_ring.several_lines"  # a module's attribute
 _BODIES = ("func.func", "sdy.manual_computation")
 # A text with more lines than this does not help.
 _MAX_PLACES = 16
 
 
 def request(module: ir.Module) -> None:
-    """Makes `settle` look at the program once it is lowered."""
-    module.operation.attributes[_REQUEST] = ir.UnitAttr.get()
+    """Asks for `settle` once the program is lowered."""
+    module.operation.attributes[REQUEST] = ir.UnitAttr.get()
 
 
 def settle(module: ir.Module) -> None:
-    """Writes `site` of all calls in a lowered program, if that was requested."""
-    if _REQUEST not in module.operation.attributes:
-        return
-    del module.operation.attributes[_REQUEST]
+    """Writes `site` of all calls in a lowered program that asks for it."""
+    del module.operation.attributes[REQUEST]
     alike: defaultdict[Hashable, list[ir.Operation]] = defaultdict(list)  # by attributes and types
     for call in dataflow.operations_of(module, hlo.CustomCallOp):
         if _site(call):
