@@ -117,12 +117,8 @@ def _config(ctx, call: Call, aliases: Aliases) -> ir.DictAttr:
     site, num_more = " and ".join(call.lines), len(call.lines) - _MAX_LINES
     if num_more > 0:
         site = f"{', '.join(call.lines[:_MAX_LINES])} and {num_more} more places"
-    return config(entries, site, **more)  # until equal calls are known
-
-
-def config(entries: Sequence[tuple[str, ir.Attribute]], site: str, **more: ir.Attribute) -> ir.DictAttr:
-    """A call's attributes with these lines of the user, and some replaced or added."""
-    return ir.DictAttr.get({**dict(entries), "site": ir.StringAttr.get(site), **more})
+    more["site"] = ir.StringAttr.get(site)  # until equal calls are known
+    return ir.DictAttr.get({**dict(entries), **more})
 
 
 def compared(operation: ir.Operation) -> tuple:

@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from jax_ring import _compat
 from jax_ring.lowering import dispatch
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import attributes, operation, streams
+from jax_ring.lowering.custom_call import attributes, streams
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto
 from jax_ring.lowering.hlo.collectives import Collective
@@ -126,7 +126,8 @@ class Program:
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
             shared = attributes.attributes_of(spec, self._mesh, name, streams.LANES[is_beside])
-            config = operation.config(attributes.named(shared), site, call=ir.StringAttr.get(described))
+            own = {"call": ir.StringAttr.get(described), "site": ir.StringAttr.get(site)}
+            config = ir.DictAttr.get({**dict(attributes.named(shared)), **own})
             return EngineCall(str(config), spec.blocks_apart)
 
     def _add_steps(self, spec: CallSpec, call: Collective, site: str) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Hashable, Mapping
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
-from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.custom_call.attributes import CONFIG, named
 from jax_ring.lowering.custom_call.operation import compared
 from jax_ring.lowering.passes import dataflow
@@ -48,10 +47,10 @@ def settle(module: ir.Module) -> None:
     for call in unclear:
         equal[expressions.of_call(call)].append(call)
     for calls in equal.values():
-        site = _text(list(dict.fromkeys(map(_site, calls))))
+        site = ir.StringAttr.get(_text(list(dict.fromkeys(map(_site, calls)))))
         for call in calls:
             attributes = named(ir.DictAttr(call.attributes[CONFIG]))
-            call.attributes[CONFIG] = operation.config(attributes, site)
+            call.attributes[CONFIG] = ir.DictAttr.get({**dict(attributes), "site": site})
 
 
 class _Expressions:
