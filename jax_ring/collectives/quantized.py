@@ -31,7 +31,6 @@ from jax_ring.lowering.kinds import ALL_REDUCE
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import decompositions, ops
 from jax_ring.lowering.xla.fallback import rank_in_group
-from jax_ring.lowering.xla.ops import aval_of
 from jax_ring.options import Options
 
 logger = logging.getLogger("jax_ring")
@@ -154,21 +153,10 @@ def _in_packets(groups: Groups) -> Crossing:
     def add(received):
         return int8.encode(int8.fold(received))
 
-    def steps(size: int) -> list[Step]:
-        shard = aval_of(dtype, size)
-        packets = aval_of(np.int8, num_hosts, size // unit, int8.PACKET)
-        total = aval_of(np.int8, *packets.shape[1:])
-        return [
-            Step(
-                lambda ctx, x: ops.inline_one(ctx, encode, x, shard), packets,
-                lambda ctx, x: xla_ops.all_to_all(groups, x), packets,
-            ),
-            Step(
-                lambda ctx, x: ops.inline_one(ctx, add, x, packets), total,
-                lambda ctx, x: xla_ops.all_gather(groups, x), packets,
-            ),
-        ]  # fmt: skip
-
+    steps = [
+        Step(lambda ctx, x: ops.inline_one(ctx, encode, x), lambda ctx, x: xla_ops.all_to_all(groups, x)),
+        Step(lambda ctx, x: ops.inline_one(ctx, add, x), lambda ctx, x: xla_ops.all_gather(groups, x)),
+    ]
     # Twice the wire size. A step between processes takes as long for a quarter of the bytes, so use fewer steps.
     return Crossing(dtype, dtype, steps, bytes_each=2, unit=unit)
 

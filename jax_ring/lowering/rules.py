@@ -103,9 +103,8 @@ def _prepare_by_xla(call: CallSpec, ctx) -> Emit:
     else:
         emit_by_xla = partial(_fall_back, call)
     return lambda ctx, operands: wait_markers.enclose(
-        ctx, operands, partial(emit_by_xla, ctx), call=call.description, groups=call.groups,
-        avals_in=ctx.avals_in, avals_out=ctx.avals_out,
-    )  # fmt: skip
+        ctx, operands, partial(emit_by_xla, ctx), call=call.description, groups=call.groups
+    )
 
 
 def note_fallback(call: CallSpec, by: str) -> None:

@@ -62,6 +62,19 @@ def of_operation(
     return attributes
 
 
+def custom_call(
+    target: str,
+    operands: Sequence,
+    types: Sequence[ir.Type],
+    shared_buffers: Collection[tuple[int, int]],
+    config: ir.DictAttr,
+) -> ir.Operation:
+    attributes = of_operation(target, [x.type for x in operands], types, shared_buffers)
+    return ir.Operation.create(
+        "stablehlo.custom_call", results=list(types), operands=operands, attributes={**attributes, CONFIG: config}
+    )
+
+
 def aliases(pairs: Collection[tuple[int, int]], num_results: int) -> ir.ArrayAttr:
     """Pairs of operand and result that may share a buffer."""
     return ir.ArrayAttr.get(

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering.custom_call import streams
-from jax_ring.lowering.custom_call.attributes import CONFIG, from_values, named, of_operation
+from jax_ring.lowering.custom_call.attributes import custom_call, from_values, named
 from jax_ring.lowering.kinds import Kind
 from jax_ring.options import Options
 
@@ -118,13 +118,7 @@ def _program(types_in: Sequence, types_out: Sequence, values: dict) -> ir.Module
     def call(operands) -> list:
         before = [hlo.partition_id()] if takes_position else []
         pairs = [(len(before) + operand, result) for operand, result in zip(aliases[::2], aliases[1::2], strict=True)]
-        operands = [*before, *operands]
-        of_operation_ = of_operation(target, [x.type for x in operands], types_out, pairs)
-        call = ir.Operation.create(
-            "stablehlo.custom_call", results=list(types_out), operands=operands,
-            attributes={**of_operation_, CONFIG: ir.DictAttr.get(values)},
-        )  # fmt: skip
-        return list(call.results)
+        return list(custom_call(target, [*before, *operands], types_out, pairs, ir.DictAttr.get(values)).results)
 
     def add_function(name: str, emit: Callable, **options) -> None:
         block = func.FuncOp(name, ir.FunctionType.get(types_in, types_out), **options).body.blocks.append(*types_in)

@@ -7,7 +7,7 @@ sent a copy.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter
 from jax_ring.lowering.hierarchical import wait_markers, xla_ops
 from jax_ring.lowering.hierarchical.inter_host import (
     Crossing,
@@ -31,12 +30,12 @@ from jax_ring.lowering.hierarchical.inter_host import (
     shard_size,
     types_of,
 )
-from jax_ring.lowering.hierarchical.steps import Steps, Values
-from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER, Kind
+from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges, fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import bitcasts, ops
-from jax_ring.lowering.xla.ops import aval_of
+from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 
 # Crosses a link of 1 Gbit/s in some 30 ms. The ranks of a host need a few ms to sum and gather it.
 PART_BYTES = 4 << 20
@@ -90,19 +89,18 @@ def _of_whole(steps: Steps, operands: Sequence, avals: Sequence, types: Types) -
     call, num_ranks = steps.call, steps.call.levels.num_ranks
     sizes = [shard_size(aval.size, num_ranks) for aval in avals]
     full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
-    values = Values([to_shards(steps.ctx, x, aval) for x, aval in zip(operands, full, strict=True)], types.scattered)
+    values = [to_shards(steps.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
     values = steps.intra(REDUCE_SCATTER, values, [aval_of(types.scattered, size) for size in sizes])
     crossed: dict[int, Any] = {}
     limit = JOINED_BYTES if call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
     for group in _crossing_together([num_ranks * size * types.crossing.itemsize for size in sizes], limit):
-        shards = Values([values.values[i] for i in group], types.scattered)
-        crossed.update(zip(group, _across(steps, shards, types).values, strict=True))
-    values = Values([crossed[i] for i in range(len(sizes))], types.gathered)
+        crossed.update(zip(group, _across(steps, [values[i] for i in group], types), strict=True))
+    values = [crossed[i] for i in range(len(sizes))]
     values = steps.intra(ALL_GATHER, values, [aval_of(types.gathered, num_ranks, size) for size in sizes])
-    return [from_shards(x, aval) for x, aval in zip(values.values, avals, strict=True)]
+    return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
 
 
-def _across(steps: Steps, values: Values, types: Types) -> Values:
+def _across(steps: Steps, values: Sequence, types: Types) -> Sequence:
     """Reduces shards over the hosts by one collective of XLA.
 
     An all-reduce of Gloo's sends four messages and more, one after another, and XLA makes one for each operand.
@@ -110,17 +108,17 @@ def _across(steps: Steps, values: Values, types: Types) -> Values:
     """
     levels, op, engine = steps.call.levels, steps.call.op, steps.call.service.engine
     if types.crossing != types.scattered:
-        values = steps.each(partial(encoded, op=op, types=types), values, types.crossing)
-    num_bytes = sum(aval.size for aval in values.avals) * types.crossing.itemsize
+        values = steps.each(partial(encoded, op=op, types=types), values)
+    num_bytes = sum(aval_of_value(x).size for x in values) * types.crossing.itemsize
     if exchanges.are_copied(engine, levels, num_bytes):
-        values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(types.crossing))
-        values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values, values.dtype)
-        values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
-        values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values, types.crossing)
+        values = steps.each(bitcasts.to_words, values)
+        values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values)
+        values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+        values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values)
     else:
-        values, _ = steps.inter(partial(xla_ops.all_reduce, op, levels.inter), values)
+        values = steps.inter(partial(xla_ops.all_reduce, op, levels.inter), values)
     if types.gathered != types.crossing:
-        values = steps.each(partial(decoded, types=types), values, types.gathered)
+        values = steps.each(partial(decoded, types=types), values)
     return values
 
 
@@ -184,18 +182,18 @@ class _Sum(NamedTuple):
         parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
         operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
-        steps = [self.crossing.steps(part.size // self.call.levels.num_ranks) for part in parts]
+        steps = self.crossing.steps
         values: list = []  # latest value of each part
         positions: list = []
         total: Sequence = []
 
         def scatter(until: int) -> None:
-            for part, (first, *_) in zip(parts[len(values) : until], steps[len(values) : until], strict=True):
-                values.append(first.compute(self.ctx, self._scatter_part(operand, part, positions[-1:])))
+            for part in parts[len(values) : until]:
+                values.append(steps[0].compute(self.ctx, self._scatter_part(operand, part, positions[-1:])))
 
         scatter(1)
-        for k, i in _in_turn(len(parts), len(steps[0])):
-            step = steps[k][i]
+        for k, i in _in_turn(len(parts), len(steps)):
+            step = steps[i]
 
             def cross(values, k=k, step=step):
                 x, position = values
@@ -204,38 +202,27 @@ class _Sum(NamedTuple):
                 return [step.cross(self.ctx, x), position]
 
             x = values[k] if i == 0 else step.compute(self.ctx, values[k])
-            values[k], position = self._enclose(cross, [x, position], [step.before, _POSITION], [step.after, _POSITION])
-            if i < len(steps[k]) - 1:
+            values[k], position = wait_markers.enclose(
+                self.ctx, [x, position], cross, call=self.call.description, groups=self.call.levels.inter
+            )
+            if i < len(steps) - 1:
                 continue
-            gathered, types = [values[k], *total], [step.after, *(result for _ in total)]
+            gathered = [values[k], *total]
             if k == len(parts) - 1:
                 gathered += [*values[:k], *positions]
-                types += [*(of_part[-1].after for of_part in steps[:k]), *(_POSITION for _ in positions)]
-            total = self._within(ALL_GATHER, gathered, types, [result], part=parts[k])
+            total = Steps(self.ctx, self.call).intra(ALL_GATHER, gathered, [result], part=parts[k])
         return from_shards(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
         """A part's shard, converted, once the positions are there."""
         whole = ir.RankedTensorType(operand.type)
-        dtype, num_read = self.crossing.scattered, whole.shape[0]
+        dtype, steps = self.crossing.scattered, Steps(self.ctx, self.call)
         if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
-            operand, num_read = ops.convert(self.ctx, _part_after(operand, part, positions), dtype), part.size
+            operand = ops.convert(self.ctx, _part_after(operand, part, positions), dtype)
             part = Part(0, part.size)
-        types = [aval_of(dtype, num_read), *(_POSITION for _ in positions)]
         shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
         of_part = {"part": part, "rounds_to": self.rounds_to}
-        return self._within(REDUCE_SCATTER, [operand, *positions], types, [shard], **of_part)[0]
-
-    def _within(self, kind: Kind, values: Sequence, avals_in: Sequence, avals_out: Sequence, **of_part) -> Sequence:
-        """Emits jax_ring's collective between each host's ranks."""
-        ctx = self.ctx.replace(avals_in=avals_in, avals_out=avals_out)
-        return emitter.emit(ctx, values, self.call.within_hosts(kind, **of_part))
-
-    def _enclose(self, emit: Callable, values: Sequence, avals_in: Sequence, avals_out: Sequence) -> Sequence:
-        return wait_markers.enclose(
-            self.ctx, values, emit, call=self.call.description, groups=self.call.levels.inter,
-            avals_in=avals_in, avals_out=avals_out,
-        )  # fmt: skip
+        return steps.intra(REDUCE_SCATTER, [operand, *positions], [shard], **of_part)[0]
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:
@@ -257,9 +244,6 @@ def _part_after(x, part: Part, positions: Sequence):
     for position in positions:
         begin = hlo.add(begin, hlo.shift_right_logical(position, mlir.ir_constant(np.uint32(31))))
     return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
-
-
-_POSITION = aval_of(np.uint32)
 
 
 def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:

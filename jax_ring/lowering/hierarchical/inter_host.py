@@ -17,7 +17,6 @@ from jax_ring.lowering import trees
 from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
 from jax_ring.lowering.xla import bitcasts, ops
-from jax_ring.lowering.xla.ops import aval_of
 
 
 class Types(NamedTuple):
@@ -47,15 +46,11 @@ class Step(NamedTuple):
 
     Attributes:
       compute: (ctx, x) to what crosses, computed while something else crosses.
-      before: its type.
       cross: (ctx, x) to the collective's result.
-      after: its type.
     """
 
     compute: Callable
-    before: jax.core.ShapedArray
     cross: Callable
-    after: jax.core.ShapedArray
 
 
 class Crossing(NamedTuple):
@@ -64,7 +59,6 @@ class Crossing(NamedTuple):
     Attributes:
       scattered: a shard's dtype.
       result: the dtype after the all-gather.
-      steps: (elements of a shard) to the steps.
       bytes_each: an element's bytes when the number of parts is decided.
       unit: of which a shard's elements are a multiple.
       max_parts: of a message; each is a few calls.
@@ -73,7 +67,7 @@ class Crossing(NamedTuple):
 
     scattered: np.dtype
     result: np.dtype
-    steps: Callable[[int], list[Step]]
+    steps: list[Step]
     bytes_each: int
     unit: int = 1
     max_parts: int = 16
@@ -83,20 +77,15 @@ class Crossing(NamedTuple):
 def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
     """XLA's all-reduce. groups: ranks with one shard on different hosts."""
 
-    def steps(size: int) -> list[Step]:
-        before, crossing, after = [aval_of(dtype, size) for dtype in types]
+    def cross(ctx, x):
+        if types.crossing != types.scattered:
+            x = ops.inline_one(ctx, partial(encoded, op=op, types=types), x)
+        x = xla_ops.all_reduce(op, groups, x)
+        if types.gathered != types.crossing:
+            x = ops.inline_one(ctx, partial(decoded, types=types), x)
+        return x
 
-        def cross(ctx, x):
-            if types.crossing != types.scattered:
-                x = ops.inline_one(ctx, partial(encoded, op=op, types=types), x, before)
-            x = xla_ops.all_reduce(op, groups, x)
-            if types.gathered != types.crossing:
-                x = ops.inline_one(ctx, partial(decoded, types=types), x, crossing)
-            return x
-
-        return [Step(lambda ctx, x: x, before, cross, after)]
-
-    return Crossing(types.scattered, types.gathered, steps, types.crossing.itemsize)
+    return Crossing(types.scattered, types.gathered, [Step(lambda ctx, x: x, cross)], types.crossing.itemsize)
 
 
 def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
@@ -106,32 +95,22 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
     """
     num_hosts, wide = len(groups[0]), np.dtype(np.float32)
 
-    def steps(size: int) -> list[Step]:
-        shard, gathered = aval_of(wide, size), aval_of(rounded, size)
-        sent = aval_of(np.uint32, num_hosts, size // num_hosts)
-        bits = aval_of(bitcasts.bits_dtype(rounded), size // num_hosts)
-        by_host = aval_of(bits.dtype, num_hosts, *bits.shape)
+    def split(x):
+        return bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts))
 
-        def split(x):
-            return bitcasts.to_words(x.reshape(sent.shape))
+    def add(x):
+        return bitcasts.to_words(fold(bitcasts.from_words(x, wide)).astype(rounded))
 
-        def add(x):
-            return bitcasts.to_words(fold(bitcasts.from_words(x, wide)).astype(rounded))
+    def join(x):
+        return bitcasts.from_words(x, rounded).reshape(-1)
 
-        def join(x):
-            return bitcasts.from_words(x, rounded).reshape(-1)
+    def gather(ctx, x):
+        return ops.inline_one(ctx, join, xla_ops.all_gather(groups, x))
 
-        def gather(ctx, x):
-            return ops.inline_one(ctx, join, xla_ops.all_gather(groups, x), by_host)
-
-        return [
-            Step(
-                lambda ctx, x: ops.inline_one(ctx, split, x, shard), sent,
-                lambda ctx, x: xla_ops.all_to_all(groups, x), sent,
-            ),
-            Step(lambda ctx, x: ops.inline_one(ctx, add, x, sent), bits, gather, gathered),
-        ]  # fmt: skip
-
+    steps = [
+        Step(lambda ctx, x: ops.inline_one(ctx, split, x), lambda ctx, x: xla_ops.all_to_all(groups, x)),
+        Step(lambda ctx, x: ops.inline_one(ctx, add, x), gather),
+    ]
     # Twice an all-reduce's bytes per element. A rank goes on once it has sent a part and received one. With smaller
     # parts the links wait less for the slower direction of each pair of ranks.
     return Crossing(wide, rounded, steps, bytes_each=8, unit=num_hosts, max_parts=24, rounded=rounded)

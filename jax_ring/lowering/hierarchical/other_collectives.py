@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_ring.lowering import kinds, trees
@@ -18,9 +17,9 @@ from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host, tree_sum, xla_ops
 from jax_ring.lowering.hierarchical.inter_host import fold
-from jax_ring.lowering.hierarchical.steps import Steps, Values
+from jax_ring.lowering.hierarchical.steps import Steps
 from jax_ring.lowering.xla import bitcasts
-from jax_ring.lowering.xla.ops import aval_of
+from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 
 
 def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
@@ -28,7 +27,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         return _sum(call, ctx, operands)
     if call.adds_along_tree:
         return tree_sum.emit(call, ctx, operands)
-    return _EMITTERS[call.kind](Steps(ctx, call), Values(operands, ctx.avals_in[0].dtype)).values
+    return _EMITTERS[call.kind](Steps(ctx, call), operands)
 
 
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
@@ -43,38 +42,36 @@ def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
             kept = _on_root(call, position, bitcasts.to_words(x.reshape(-1)))
             yield bitcasts.from_words(kept, x.dtype).reshape(x.shape)
 
-    totals = Values(results, ctx.avals_out[0].dtype)
-    return Steps(ctx, call).run(on_root, totals, totals.dtype).values
+    return Steps(ctx, call).run(on_root, results)
 
 
 # ---- Blocks ---------------------------------------------------------------------------------------------------------
 
 
-def _all_gather(steps: Steps, operands: Values) -> Values:
+def _all_gather(steps: Steps, operands: Sequence) -> list:
     """Ranks gather their counterparts' operands from all hosts, then a host's ranks gather these."""
-    call, dtype = steps.call, operands.dtype
+    call, avals = steps.call, steps.ctx.avals_in
     orders = ranks_by_host.orders_of(call.groups, call.levels)
-    values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
-    values, _ = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values, added=(call.levels.num_hosts,))
-    gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in values.avals]
+    values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
+    values = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values)
+    gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in map(aval_of_value, values)]
     values = steps.intra(kinds.ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
-        for x, aval in zip(gathered, operands.avals, strict=True):
+        for x, aval in zip(gathered, avals, strict=True):
             blocks = orders.from_places(x.reshape(call.axis_size, x.shape[-1]), position)
-            blocks = bitcasts.from_words(blocks, dtype).reshape(call.axis_size, *aval.shape)
+            blocks = bitcasts.from_words(blocks, aval.dtype).reshape(call.axis_size, *aval.shape)
             yield layout.blocks_at(blocks, dimension=call.dimension, tiled=call.tiled)
 
-    return steps.run(finish, values, dtype)
+    return steps.run(finish, values)
 
 
-def _all_to_all(steps: Steps, operands: Values) -> Values:
+def _all_to_all(steps: Steps, operands: Sequence) -> list:
     """A rank gets its host's blocks for its counterparts, and exchanges them with these."""
-    call, dtype = steps.call, operands.dtype
+    call, avals = steps.call, steps.ctx.avals_in
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     orders = ranks_by_host.orders_of(call.groups, call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
-    shapes = [layout.shape_of_blocks(aval.shape, **call.blocks) for aval in operands.avals]
 
     def arrange(position, *xs):
         for x in xs:
@@ -87,24 +84,23 @@ def _all_to_all(steps: Steps, operands: Values) -> Values:
         return x.reshape(num_ranks, num_hosts, size).swapaxes(0, 1).reshape(num_hosts, num_ranks * size)
 
     def finish(position, *received):
-        for x, shape in zip(received, shapes, strict=True):
+        for x, aval in zip(received, avals, strict=True):
             blocks = orders.from_hosts(x.reshape(call.axis_size, x.shape[1] // num_ranks), position)
-            blocks = bitcasts.from_words(blocks, dtype).reshape(shape)
+            shape = layout.shape_of_blocks(aval.shape, **call.blocks)
+            blocks = bitcasts.from_words(blocks, aval.dtype).reshape(shape)
             at = call.dimension if call.concat_dimension is None else call.concat_dimension
             yield layout.blocks_at(blocks, dimension=at, tiled=call.tiled)
 
-    values = steps.run(arrange, operands, bitcasts.words_dtype(dtype))
-    values = steps.intra(kinds.ALL_TO_ALL, values, values.avals)
-    values = steps.each(by_host, values, values.dtype)
-    values, _ = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
-    return steps.run(finish, values, dtype)
+    values = steps.intra(kinds.ALL_TO_ALL, steps.run(arrange, operands))
+    values = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), steps.each(by_host, values))
+    return steps.run(finish, values)
 
 
-def _reduce_scatter(steps: Steps, operands: Values) -> Values:
+def _reduce_scatter(steps: Steps, operands: Sequence) -> list:
     """A rank gets its host's sums for its counterparts, exchanges them, adds in the order of hosts, and rounds once."""
-    call, dtype = steps.call, operands.dtype
+    call, avals_out = steps.call, steps.ctx.avals_out
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
-    wide = trees.accumulator(dtype)
+    wide = trees.accumulator(avals_out[0].dtype)
     orders = ranks_by_host.orders_of(call.groups, call.levels)
     first: Callable = partial(layout.blocks_first, **call.blocks)
 
@@ -115,34 +111,31 @@ def _reduce_scatter(steps: Steps, operands: Values) -> Values:
             yield blocks.astype(wide).reshape(num_ranks, num_hosts * size)
 
     def finish(_, *received):
-        for x, aval in zip(received, steps.ctx.avals_out, strict=True):
-            yield fold(bitcasts.from_words(x, wide)).astype(dtype).reshape(aval.shape)
+        for x, aval in zip(received, avals_out, strict=True):
+            yield fold(bitcasts.from_words(x, wide)).astype(aval.dtype).reshape(aval.shape)
 
-    values = steps.run(arrange, operands, wide)
-    values = steps.intra(kinds.REDUCE_SCATTER, values, [aval_of(aval.dtype, aval.shape[1]) for aval in values.avals])
-    values = steps.each(
-        lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values, bitcasts.words_dtype(wide)
-    )
-    values, _ = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
-    return steps.run(finish, values, dtype)
+    scattered = [aval_of(wide, num_hosts * aval.size) for aval in avals_out]
+    values = steps.intra(kinds.REDUCE_SCATTER, steps.run(arrange, operands), scattered)
+    values = steps.each(lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values)
+    values = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
+    return steps.run(finish, values)
 
 
 # ---- Roots ----------------------------------------------------------------------------------------------------------
 
 
-def _broadcast(steps: Steps, operands: Values) -> Values:
+def _broadcast(steps: Steps, operands: Sequence) -> list:
     """An all-reduce with zeros from all but the root."""
-    call, dtype, avals = steps.call, operands.dtype, operands.avals
-    values = steps.run(
-        lambda position, *xs: [_on_root(call, position, bitcasts.packed(x)) for x in xs], operands, np.uint32
-    )
-    ctx = steps.ctx.replace(avals_in=values.avals, avals_out=values.avals)
-    totals = all_reduce.emit(call._replace(kind=kinds.ALL_REDUCE), ctx, values.values)
+    call = steps.call
+    values = steps.run(lambda position, *xs: [_on_root(call, position, bitcasts.packed(x)) for x in xs], operands)
+    packed = list(map(aval_of_value, values))
+    ctx = steps.ctx.replace(avals_in=packed, avals_out=packed)
 
     def finish(_, *totals):
-        return [bitcasts.unpacked(x, aval.shape, dtype) for x, aval in zip(totals, avals, strict=True)]
+        for x, aval in zip(totals, steps.ctx.avals_in, strict=True):
+            yield bitcasts.unpacked(x, aval.shape, aval.dtype)
 
-    return steps.run(finish, Values(totals, values.dtype), dtype)
+    return steps.run(finish, all_reduce.emit(call._replace(kind=kinds.ALL_REDUCE), ctx, values))
 
 
 def _on_root(call: CallSpec, position: jax.Array, bits: jax.Array) -> jax.Array:
@@ -154,15 +147,15 @@ def _on_root(call: CallSpec, position: jax.Array, bits: jax.Array) -> jax.Array:
 # ---- Permutations ---------------------------------------------------------------------------------------------------
 
 
-def _permute(steps: Steps, operands: Values) -> Values:
+def _permute(steps: Steps, operands: Sequence) -> list:
     """Pairs within hosts, then those across; each rank takes its own."""
-    call, dtype, avals = steps.call, operands.dtype, operands.avals
+    call, avals = steps.call, steps.ctx.avals_in
     split = ranks_by_host.split_permutation(call.groups, call.levels, call.perm or ())
-    values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands, bitcasts.words_dtype(dtype))
-    results = [steps.intra(kinds.PERMUTE, values, values.avals, perm=pairs) for pairs in split.intra]
+    values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
+    results = [x for pairs in split.intra for x in steps.intra(kinds.PERMUTE, values, perm=pairs)]
     if split.inter:
-        crossed, results = steps.inter(partial(xla_ops.permute, split.inter), values, after=results)
-        results.append(crossed)
+        both = steps.inter(partial(xla_ops.permute, split.inter), values, after=results)
+        results = [*both[len(avals) :], *both[: len(avals)]]
 
     def finish(position, *received):
         by_operand = [received[i :: len(avals)] for i in range(len(avals))]
@@ -170,12 +163,12 @@ def _permute(steps: Steps, operands: Values) -> Values:
             if not split.inter:
                 choices = (*choices, jnp.zeros_like(choices[0]))
             chosen = lax.select_n(jnp.asarray(split.which)[position], *choices)
-            yield bitcasts.from_words(chosen, dtype).reshape(aval.shape)
+            yield bitcasts.from_words(chosen, aval.dtype).reshape(aval.shape)
 
-    return steps.run(finish, Values([x for each in results for x in each.values], values.dtype), dtype)
+    return steps.run(finish, results)
 
 
-_EMITTERS: dict[kinds.Kind, Callable[[Steps, Values], Values]] = {
+_EMITTERS: dict[kinds.Kind, Callable[[Steps, Sequence], list]] = {
     kinds.ALL_GATHER: _all_gather,
     kinds.ALL_TO_ALL: _all_to_all,
     kinds.REDUCE_SCATTER: _reduce_scatter,

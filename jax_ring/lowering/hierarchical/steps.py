@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
@@ -17,66 +15,41 @@ from jax_ring.lowering.kinds import Kind
 from jax_ring.lowering.xla import ops
 
 
-class Values(NamedTuple):
-    values: Sequence
-    dtype: np.dtype
-
-    @property
-    def avals(self) -> list:
-        return [jax.core.ShapedArray(ir.RankedTensorType(x.type).shape, self.dtype) for x in self.values]
-
-
 class Steps(NamedTuple):
     """A call across hosts, in lowering."""
 
     ctx: mlir.LoweringRuleContext
     call: CallSpec
 
-    def run(self, fun: Callable, values: Values, dtype) -> Values:
-        """Emits `fun(position, *values)`, without collectives, which returns values of `dtype`.
+    def run(self, fun: Callable, values: Sequence) -> list:
+        """Emits `fun(position, *values)`, without collectives. position: the rank's mesh position."""
+        return ops.inline(self.ctx, fun, [hlo.partition_id(), *values])
 
-        position: the rank's mesh position.
-        """
-        avals = [jax.core.ShapedArray((), np.uint32), *values.avals]
-        return Values(ops.inline(self.ctx, fun, [hlo.partition_id(), *values.values], avals), np.dtype(dtype))
+    def each(self, fun: Callable, values: Sequence) -> list:
+        return self.run(lambda _, *xs: map(fun, xs), values)
 
-    def each(self, fun: Callable, values: Values, dtype) -> Values:
-        return self.run(lambda _, *xs: map(fun, xs), values, dtype)
+    def intra(self, kind: Kind, values: Sequence, avals_out: Sequence | None = None, **changes: Any) -> list:
+        """Emits jax_ring's collective between each host's ranks. avals_out: by default the operands'."""
+        avals_in = list(map(ops.aval_of_value, values))
+        ctx = self.ctx.replace(avals_in=avals_in, avals_out=avals_out or avals_in)
+        return list(emitter.emit(ctx, values, self.call.within_hosts(kind, **changes)))
 
-    def intra(self, kind: Kind, values: Values, avals_out: Sequence, **changes: Any) -> Values:
-        """Emits jax_ring's collective between each host's ranks."""
-        ctx = self.ctx.replace(avals_in=values.avals, avals_out=avals_out)
-        return Values(emitter.emit(ctx, values.values, self.call.within_hosts(kind, **changes)), values.dtype)
-
-    def inter(
-        self, emit: Callable, values: Values, *, added: tuple[int, ...] = (), after: Sequence[Values] = ()
-    ) -> tuple[Values, list[Values]]:
+    def inter(self, emit: Callable, values: Sequence, after: Sequence = ()) -> list:
         """Emits one collective of XLA between hosts for all values, concatenated.
 
         Args:
           emit: (value) to the collective's result; indices of the last dimension are alike to it.
           values: of one shape but for the last dimension.
-          added: leading dimensions that it adds.
           after: values to wait for, so that all ranks begin in one order.
 
         Returns:
-          The results, and these values.
+          The results, and `after`.
         """
-        sizes = [aval.shape[-1] for aval in values.avals]
-        joined = values
-        if len(sizes) > 1:
-            joined = self.run(lambda _, *xs: [jnp.concatenate(xs, axis=-1)], values, values.dtype)
-        (aval,) = joined.avals
-        waited = [x for each in after for x in each.values]
-        waited_avals = [aval for each in after for aval in each.avals]
-        results = wait_markers.enclose(
-            self.ctx, [*joined.values, *waited], lambda all_values: [emit(all_values[0]), *all_values[1:]],
-            call=self.call.description, groups=self.call.levels.inter, avals_in=[aval, *waited_avals],
-            avals_out=[jax.core.ShapedArray((*added, *aval.shape), aval.dtype), *waited_avals],
+        ends = np.cumsum([ops.aval_of_value(x).shape[-1] for x in values])[:-1]
+        joined = self.run(lambda _, *xs: [jnp.concatenate(xs, axis=-1)], values) if ends.size else values
+        crossed, *after = wait_markers.enclose(
+            self.ctx, [*joined, *after], lambda all_values: [emit(all_values[0]), *all_values[1:]],
+            call=self.call.description, groups=self.call.levels.inter,
         )  # fmt: skip
-        crossed = Values(results[:1], values.dtype)
-        if len(sizes) > 1:
-            ends = np.cumsum(sizes)[:-1]
-            crossed = self.run(lambda _, x: jnp.split(x, ends, axis=-1), crossed, values.dtype)
-        rest = iter(results[1:])
-        return crossed, [Values([next(rest) for _ in each.values], each.dtype) for each in after]
+        results = self.run(lambda _, x: jnp.split(x, ends, axis=-1), [crossed]) if ends.size else [crossed]
+        return [*results, *after]

@@ -21,7 +21,7 @@ from jax_ring.lowering.custom_call import layout
 from jax_ring.lowering.hierarchical import ranks_by_host, xla_ops
 from jax_ring.lowering.hierarchical.all_reduce import from_shards
 from jax_ring.lowering.hierarchical.inter_host import shard_size
-from jax_ring.lowering.hierarchical.steps import Steps, Values
+from jax_ring.lowering.hierarchical.steps import Steps
 from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.xla import bitcasts, ops
@@ -62,20 +62,17 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
         which = np.array([different.index(each) for each in layouts], np.int32)
         return lax.switch(jnp.asarray(which)[jnp.asarray(group_of)[position]], folds, *received)
 
-    values = steps.run(arrange, Values(operands, dtype), wide)
-    values = steps.intra(REDUCE_SCATTER, values, roots)
-    sent = partial(_sent, num_hosts=num_hosts, copies=copies)
-    values = steps.each(sent, values, bitcasts.words_dtype(wide))
-    values, _ = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
-    values = steps.run(fold, values, dtype)
+    values = steps.intra(REDUCE_SCATTER, steps.run(arrange, operands), roots)
+    values = steps.each(partial(_sent, num_hosts=num_hosts, copies=copies), values)
+    values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+    values = steps.run(fold, values)
     if scatters:
-        return [ops.reshape(x, aval.shape) for x, aval in zip(values.values, ctx.avals_out, strict=True)]
+        return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
     if not copies:
-        values = steps.each(bitcasts.to_words, values, bitcasts.words_dtype(dtype))
-        values, _ = steps.inter(partial(xla_ops.all_gather, levels.inter), values, added=(num_hosts,))
-        values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values, dtype)
+        values = steps.inter(partial(xla_ops.all_gather, levels.inter), steps.each(bitcasts.to_words, values))
+        values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values)
     values = steps.intra(ALL_GATHER, values, [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes])
-    return [from_shards(x, aval) for x, aval in zip(values.values, ctx.avals_out, strict=True)]
+    return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_out, strict=True)]
 
 
 # ---- The steps, as functions of a rank's values ---------------------------------------------------------------------

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
 from jax_ring.lowering import dispatch, topology
+from jax_ring.lowering.custom_call import attributes
 from jax_ring.lowering.passes import source_lines
 from jax_ring.lowering.state import state_of
 
 
-def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups, avals_in, avals_out) -> Sequence:
+def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups) -> Sequence:
     """Results of `emit(operands)`, which emits XLA's collectives in these groups.
 
     A custom call before them notes that the call begins, one after them that it has ended; both pass operands on in
@@ -22,23 +23,22 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
     Args:
       call: its description.
       groups: of mesh positions.
-      avals_in, avals_out: of operands and results.
     """
     processes = _processes_of(ctx, groups)
     if processes is None:
         return emit(operands)
     members = [i for group in groups for i in group]
     xla_timeouts.watch(discovery.host_names({processes[i] for i in members}))
-    attributes = {
+    of_call = {
         "call": call,
-        "members": np.array(members, np.int64),
-        "processes": np.array([processes[i] for i in members], np.int64),
-        "group_sizes": np.array([len(group) for group in groups], np.int64),
+        "members": members,
+        "processes": [processes[i] for i in members],
+        "group_sizes": list(map(len, groups)),
     }
     site = state_of(ctx).site or _compat.call_site(ctx)
     source_lines.request(ctx.module_context.module)
-    operands = _pass_through(ctx, operands, avals_in, begins=np.int64(1), site=site, **attributes)
-    return _pass_through(ctx, emit(operands), avals_out, begins=np.int64(0), site="", **attributes)
+    results = emit(_pass_through(operands, begins=1, site=site, **of_call))
+    return _pass_through(results, begins=0, site="", **of_call)
 
 
 def are_enclosed(ctx, groups: topology.Groups) -> bool:
@@ -63,12 +63,9 @@ def _processes_of(ctx, groups: topology.Groups) -> list[int] | None:
     return processes
 
 
-def _pass_through(ctx, values, avals, **attributes) -> Sequence:
-    return jax.ffi.ffi_lowering(
-        runtime.BETWEEN_HOSTS_TARGET, operand_output_aliases={1 + i: i for i, aval in enumerate(avals) if aval.shape}
-    )(
-        ctx.replace(avals_in=[jax.core.ShapedArray((), np.uint32), *avals], avals_out=list(avals)),
-        hlo.partition_id(),
-        *values,
-        **attributes,
-    )
+def _pass_through(values: Sequence, **config) -> Sequence:
+    operands, types = [hlo.partition_id(), *values], [x.type for x in values]
+    in_place = [(1 + i, i) for i, type_ in enumerate(types) if ir.RankedTensorType(type_).rank]
+    return attributes.custom_call(
+        runtime.BETWEEN_HOSTS_TARGET, operands, types, in_place, attributes.from_values(config)
+    ).results
