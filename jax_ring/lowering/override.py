@@ -29,10 +29,13 @@ class Override:
     """
 
     def __init__(self, settings: Settings) -> None:
+        _check_not_tracing()
         self._thread = threading.current_thread()
         self._closed = False
         self.settings = settings
-        _enable(self)
+        _count(1)
+        _thread_overrides.open.append(self)
+        _thread_overrides.update()
 
     def close(self) -> None:
         """Ends this override, once.
@@ -47,7 +50,10 @@ class Override:
                 f"override_lax() was opened in thread {self._thread.name!r} and must be closed there, "
                 f"not in {threading.current_thread().name!r}"
             )
-        _disable(self)
+        _check_not_tracing()
+        _thread_overrides.open.remove(self)
+        _thread_overrides.update()
+        _count(-1)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -119,34 +125,23 @@ class _ThreadOverrides(threading.local):
 _thread_overrides = _ThreadOverrides()
 
 
-def _enable(override: Override) -> None:
+def _count(change: int) -> None:
+    """Notes an override that opens, 1, or closes, -1."""
     global _num_open
-    _check_not_tracing()
     with _lock:
         if not _num_open:
-            _register()
-        _num_open += 1
-    _thread_overrides.open.append(override)
-    _thread_overrides.update()
-
-
-def _disable(override: Override) -> None:
-    global _num_open
-    _check_not_tracing()
-    _thread_overrides.open.remove(override)
-    _thread_overrides.update()
-    with _lock:
-        _num_open -= 1
+            hook.register()
+            for primitive, make_rule in _RULES.items():
+                undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, make_rule, cacheable=False)
+                _registrations.callback(undo)
+        _num_open += change
         if not _num_open:
             _registrations.close()
 
 
 def enable_in_all_threads() -> None:
     """For `JAX_RING_OVERRIDE=1`: override_state.py has the value for threads without an override."""
-    global _num_open
-    with _lock:
-        _register()
-        _num_open += 1
+    _count(1)
 
 
 def _check_not_tracing() -> None:
@@ -155,10 +150,3 @@ def _check_not_tracing() -> None:
             "override_lax() was opened or closed in a function that is being traced. It affects lowering, which "
             "happens after tracing: use it around the call of the outermost jitted function."
         )
-
-
-def _register() -> None:
-    hook.register()
-    for primitive, make_rule in _RULES.items():
-        undo = _compat.replace_lowering(primitive, tuning.PLATFORMS, make_rule, cacheable=False)
-        _registrations.callback(undo)
