@@ -23,13 +23,12 @@ from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import register, ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import platforms_of, replica_groups, who_serves
-from jax_ring.lowering.group_tables import Groups
+from jax_ring.lowering.dispatch import STEPS, platforms_of, replica_groups, who_serves
 from jax_ring.lowering.hierarchical import all_reduce, wait_markers, xla_ops
 from jax_ring.lowering.hierarchical.inter_host import Crossing, Step
 from jax_ring.lowering.kinds import ALL_REDUCE
-from jax_ring.lowering.topology import Levels
-from jax_ring.lowering.xla import decompositions, ops
+from jax_ring.lowering.topology import Groups, Levels
+from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.options import Options
 
@@ -256,4 +255,4 @@ def _batch(axis_data, operands, dims, *, axes, function, **params):
 
 
 register(quantized_psum_p, _abstract_eval, _refuse_jvp, _batch, _lower)
-decompositions.STEPS[quantized_psum_p] = _steps
+STEPS[quantized_psum_p] = _steps

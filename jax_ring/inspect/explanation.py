@@ -17,7 +17,6 @@ from jax_ring.lowering import dispatch, override
 from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import KINDS, is_number
 from jax_ring.lowering.passes.inherited_lines import inherit
-from jax_ring.lowering.xla import decompositions
 from jax_ring.options import Options
 
 # By function of jax.lax. jax_ring's functions have the prefix ring_.
@@ -181,7 +180,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
     for eqn in jaxpr.eqns:
         if axis_context is not None and (kind := _kind_of(_compat.function_name(eqn.primitive))):
             yield _collective(eqn, kind, axis_context, times, predictor)
-        if axis_context is not None and eqn.primitive in decompositions.STEPS:
+        if axis_context is not None and eqn.primitive in dispatch.STEPS:
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
@@ -194,7 +193,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
 def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
-    run = decompositions.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
+    run = dispatch.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
     avals: list[Any] = [v.aval for v in eqn.invars]
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

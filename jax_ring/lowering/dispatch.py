@@ -1,6 +1,8 @@
 """Decides who serves a call: an engine, XLA, or the engine within hosts and XLA across them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from jax.extend.core import Primitive
 
 from jax_ring import _compat
 from jax_ring.lowering import topology, trees, tuning
@@ -10,6 +12,10 @@ from jax_ring.lowering.hierarchical import ranks_by_host
 from jax_ring.lowering.kinds import Kind
 from jax_ring.lowering.state import state_of
 from jax_ring.options import Options
+
+# Primitives that lower to several collectives, for `explain()`: (platforms, axis context, **params) to a function of
+# the operands, which is lowered in the primitive's place.
+STEPS: dict[Primitive, Callable] = {}
 
 
 def service_of(ctx, call: CallSpec) -> Service:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.distributed.assumed_hosts import assumed, assumed_host_of
 from jax_ring.distributed.gpus import Identity
-from jax_ring.lowering.group_tables import Groups
+
+Groups = Sequence[Sequence[int]]  # of mesh positions
 
 # Room in the kernel arguments (kMaxRanks in ffi/device/memory/endpoint.h).
 _MAX_RANKS = 64
@@ -164,3 +166,22 @@ def _why_unreachable(mesh, groups: Groups) -> str:
 
 def _name_of(device, identity: Identity) -> str:
     return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
+
+
+# ---- Groups as tables that a rank reads at its mesh position ---------------------------------------------------------
+
+
+def group_table(groups: Groups) -> np.ndarray:
+    """By position, its group's index."""
+    table = np.zeros(sum(map(len, groups)), np.int32)
+    for i, group in enumerate(groups):
+        table[list(group)] = i
+    return table
+
+
+def rank_table(groups: Groups) -> np.ndarray:
+    """By position, its rank in its group."""
+    table = np.zeros(sum(map(len, groups)), np.int32)
+    for group in groups:
+        table[list(group)] = range(len(group))
+    return table

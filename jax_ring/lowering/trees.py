@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import runtime, shard_tree
-from jax_ring.lowering.group_tables import Groups, rank_table
+from jax_ring.lowering.topology import Groups, rank_table
 from jax_ring.options import Options
 
 

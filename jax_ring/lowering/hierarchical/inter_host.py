@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from jax_ring.lowering import trees
-from jax_ring.lowering.group_tables import Groups
 from jax_ring.lowering.hierarchical import xla_ops
+from jax_ring.lowering.topology import Groups
 from jax_ring.lowering.xla import bitcasts, ops
 
 

@@ -14,10 +14,10 @@ from jax import lax
 from jax_ring.lowering import kinds, trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.group_tables import rank_table
 from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host, tree_sum, xla_ops
 from jax_ring.lowering.hierarchical.inter_host import fold
 from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring.lowering.topology import rank_table
 from jax_ring.lowering.xla import bitcasts
 from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 

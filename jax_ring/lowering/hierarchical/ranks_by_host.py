@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.lowering.call_spec import Pairs
-from jax_ring.lowering.group_tables import Groups, group_table, rank_table
 from jax_ring.lowering.kinds import Kind
-from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.topology import Groups, Levels, group_table, rank_table
 
 
 def group_of(levels: Levels) -> np.ndarray:

@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.group_tables import Groups
+from jax_ring.lowering.topology import Groups
 from jax_ring.lowering.xla import ops
 
 _REDUCERS = {"sum": hlo.add, "max": hlo.maximum, "min": hlo.minimum}

@@ -14,7 +14,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
 from jax_ring.lowering.dispatch import platforms_of
-from jax_ring.lowering.group_tables import rank_table
+from jax_ring.lowering.topology import rank_table
 from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.bitcasts import (
     bits_dtype,

@@ -17,8 +17,8 @@ from jax_ring import shard_tree
 from jax_ring.lowering import trees
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.group_tables import group_table
 from jax_ring.lowering.kinds import ALL_REDUCE, REDUCE, REDUCE_SCATTER, Kind
+from jax_ring.lowering.topology import group_table
 from jax_ring.lowering.xla import fallback, ops
 
 
