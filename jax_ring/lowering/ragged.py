@@ -52,13 +52,13 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
     dtype = aval_out.dtype if jax.dtypes.itemsize_bits(aval_out.dtype) >= 8 else WIDENED[aval_out.dtype.name]
     if dtype != aval_out.dtype:
         # The engines count in bytes.
-        given = [ops.convert(ctx, x, dtype) for x in given]
+        given = [ops.convert(x, dtype) for x in given]
     ctx = ctx.replace(
         avals_in=[everyones, *(jax.core.ShapedArray(aval.shape, dtype) for aval in rows)],
         avals_out=[jax.core.ShapedArray(aval_out.shape, dtype)],
     )
     (result,) = emitter.emit(ctx, [*table, *given], call)
-    return [ops.convert(ctx, result, aval_out.dtype)]
+    return [ops.convert(result, aval_out.dtype)]
 
 
 def _dtype_of(numbers):

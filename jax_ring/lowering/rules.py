@@ -151,8 +151,8 @@ def _prepare_widened(ctx, prepare: Callable[..., Emit]) -> Emit:
     emit = prepare(_with_dtype(ctx, dtype))
 
     def emit_widened(ctx, operands):
-        results = emit(_with_dtype(ctx, dtype), [ops.convert(ctx, x, dtype) for x in operands])
-        return [ops.convert(ctx, x, aval.dtype) for x, aval in zip(results, ctx.avals_out, strict=True)]
+        results = emit(_with_dtype(ctx, dtype), [ops.convert(x, dtype) for x in operands])
+        return [ops.convert(x, aval.dtype) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
     return emit_widened
 

@@ -80,7 +80,7 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
         else:
             wide = aval_of(np.float32, *aval.shape)
             total, position = in_parts.of_rounded().in_parts(unrounded, wide, position)
-            results[i] = fold_casts.rounded_again(ctx, total, aval)
+            results[i] = fold_casts.rounded_again(ctx, total, aval.dtype)
     return [results[i] for i in range(len(operands))]
 
 
@@ -89,7 +89,7 @@ def _of_whole(steps: Steps, operands: Sequence, avals: Sequence, types: Types) -
     call, num_ranks = steps.call, steps.call.levels.num_ranks
     sizes = [shard_size(aval.size, num_ranks) for aval in avals]
     full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
-    values = [to_shards(steps.ctx, x, aval) for x, aval in zip(operands, full, strict=True)]
+    values = [to_shards(x, aval) for x, aval in zip(operands, full, strict=True)]
     values = steps.intra(REDUCE_SCATTER, values, [aval_of(types.scattered, size) for size in sizes])
     crossed: dict[int, Any] = {}
     limit = JOINED_BYTES if call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
@@ -181,7 +181,7 @@ class _Sum(NamedTuple):
         """
         parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
-        operand = to_shards(self.ctx, operand, result.update(dtype=aval.dtype))
+        operand = to_shards(operand, result.update(dtype=aval.dtype))
         steps = self.crossing.steps
         values: list = []  # latest value of each part
         positions: list = []
@@ -218,7 +218,7 @@ class _Sum(NamedTuple):
         whole = ir.RankedTensorType(operand.type)
         dtype, steps = self.crossing.scattered, Steps(self.ctx, self.call)
         if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
-            operand = ops.convert(self.ctx, _part_after(operand, part, positions), dtype)
+            operand = ops.convert(_part_after(operand, part, positions), dtype)
             part = Part(0, part.size)
         shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
         of_part = {"part": part, "rounds_to": self.rounds_to}
@@ -259,10 +259,10 @@ def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts
     return [Part(begin, min(length, size - begin)) for begin in range(0, size, length)]
 
 
-def to_shards(ctx, x, aval):
+def to_shards(x, aval):
     """x converted, flattened and padded for `aval`."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
-    x = ops.convert(ctx, ops.reshape(x, (num_elements,)), aval.dtype)
+    x = ops.convert(ops.reshape(x, (num_elements,)), aval.dtype)
     if padding := aval.size - num_elements:
         zero = mlir.ir_constant(np.zeros((), aval.dtype))
         x = hlo.pad(x, zero, *(mlir.dense_int_array([n]) for n in (0, padding, 0)))

@@ -5,10 +5,9 @@ needs a rounded copy.
 """
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
 from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring.lowering.xla import ops
 
 
 def unrounded(operand: ir.Value) -> ir.Value | None:
@@ -21,12 +20,12 @@ def unrounded(operand: ir.Value) -> ir.Value | None:
     if operation.name != "stablehlo.convert":
         return None
     source = operation.operands[0]
-    return source if isinstance(_element_type(source), ir.F32Type) else None
+    return source if isinstance(ir.RankedTensorType(source.type).element_type, ir.F32Type) else None
 
 
-def rounded_again(ctx, total: ir.Value, aval) -> ir.Value:
+def rounded_again(ctx, total: ir.Value, dtype) -> ir.Value:
     """A sum rounded to its small floats; `drop_redundant_casts` removes this before widening."""
-    rounded = hlo.convert(mlir.aval_to_ir_type(ctx.module_context, aval), total)
+    rounded = ops.convert(total, dtype)
     state_of(ctx).rounded_sums.append((total, rounded))
     return rounded
 
@@ -39,7 +38,3 @@ def drop_redundant_casts(state: LoweringState) -> None:
             if operation.name == "stablehlo.convert" and operation.results[0].type == total.type:
                 operation.results[0].replace_all_uses_with(total)
     state.rounded_sums.clear()
-
-
-def _element_type(value: ir.Value) -> ir.Type:
-    return ir.RankedTensorType(value.type).element_type

@@ -36,8 +36,8 @@ def _dtypes() -> dict[str, np.dtype]:
     return {str(mlir.dtype_to_ir_type(dtype)): dtype for dtype in map(np.dtype, dtypes)}
 
 
-def convert(ctx, x, dtype):
-    to = mlir.aval_to_ir_type(ctx.module_context, aval_of(dtype, *ir.RankedTensorType(x.type).shape))
+def convert(x, dtype):
+    to = ir.RankedTensorType.get(ir.RankedTensorType(x.type).shape, mlir.dtype_to_ir_type(np.dtype(dtype)))
     return x if x.type == to else hlo.convert(to, x)
 
 
