@@ -92,9 +92,7 @@ def _prepare_engine(call: CallSpec, ctx, avals_in: Sequence, avals_out: Sequence
         joins=call.kind.joins and not (call.options.apart or call.part),
         num_own=num_own,
     )
-    # Drop explicit mesh axes: whether they allow a reshape no longer matters.
-    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals_out]
-    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in plain]
+    types = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals_out]
 
     def emit(ctx, operands: Sequence) -> Sequence:
         state = state_of(ctx)
