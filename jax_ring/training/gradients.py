@@ -16,7 +16,7 @@ from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.parameters import check_parameters, floats, is_float0, is_inexact, with_float0
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.shards import Shards, first_shard
-from jax_ring.training.sentinel import Digests, after, check_when, digests, verdict
+from jax_ring.training.sentinel import Digests, after, check_when, digests
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import Int8Wire
 
@@ -246,7 +246,7 @@ class _OfMean:
         elif divisor > 1:
             grads = jax.tree.map(lambda g: g if is_float0(g) else g / divisor, grads)
         if own is not None:
-            ok = verdict(self.reduction.function, own, tables, axis_name)
+            ok = own.verdict(tables)
             value, grads = after(value, ok), after(grads, ok)
         return value, aux, grads
 

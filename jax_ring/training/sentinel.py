@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,13 +19,9 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
-from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.lowering.trees import accumulator
 from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.parameters import is_float0
-from jax_ring.training.sync import Reduced, Reduction
-from jax_ring.training.wire import UNCHANGED
 from jax_ring.training.zero.by_parameter.shards import ParameterShards
 from jax_ring.training.zero.vectors import ShardedParams
 
@@ -53,15 +48,32 @@ class Digests(NamedTuple):
     """What a rank knows about its own copy.
 
     Attributes:
+      function, axes: of the call.
       names: of the leaves.
       leaves: the digests of the leaves, uint32 [leaves, 2]; zeros in a step that does not compare.
       table: what has to be summed over the ranks, [p, 4] or [p, 16]: the digest of the whole in the row of the rank, as
         integers of 16 or 4 bits in a floating-point dtype, and zeros in the other rows.
     """
 
+    function: str
+    axes: tuple
     names: tuple[str, ...]
     leaves: jax.Array
     table: jax.Array
+
+    def verdict(self, sums: jax.Array) -> jax.Array:
+        """Fails the step on all ranks if their digests differ; else an int32 zero, on which the step has to depend.
+
+        sums: the sum of `table` over the ranks.
+        """
+        # On one rank too, so that the rest of the step compiles as on several.
+        differ = (sums != sums[:1]).any()
+        others = tuple(_other_axes(self.axes, self.leaves))
+
+        def fail(leaves):
+            return own_copy(failure(partial(report, self.function, self.names), leaves, self.axes), others)
+
+        return lax.cond(differ, fail, lambda _: own_copy(jnp.zeros((), jnp.int32), others), self.leaves)
 
 
 def check_when(function: str, name: str, when: Any) -> None:
@@ -113,7 +125,7 @@ def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests
         return jnp.stack([digest(x) for x in local])
 
     by_leaf = lax.cond(when, compute, lambda _: zeros, local)
-    return Digests(names, by_leaf, _in_own_row(row_of_table(by_leaf, local), axes))
+    return Digests(function, axes, names, by_leaf, _in_own_row(row_of_table(by_leaf, local), axes))
 
 
 def row_of_table(by_leaf: jax.Array, leaves: Sequence) -> jax.Array:
@@ -190,22 +202,6 @@ def _words(x: jax.Array) -> jax.Array:
     return x.reshape(-1).astype(jnp.uint32)
 
 
-def verdict(function: str, own: Digests, sums: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Fails the step on all ranks if the ranks' digests differ; else an int32 zero, on which the step has to depend.
-
-    sums: the sum of `own.table` over the ranks.
-    """
-    axes = axes_of(axis_name)
-    # On one rank too, so that the rest of the step compiles as on several.
-    differ = (sums != sums[:1]).any()
-    others = _other_axes(axes, own.leaves)
-
-    def fail(leaves):
-        return own_copy(failure(partial(report, function, own.names), leaves, axes), tuple(others))
-
-    return lax.cond(differ, fail, lambda _: own_copy(jnp.zeros((), jnp.int32), tuple(others)), own.leaves)
-
-
 def failure(text: Callable[..., str], own: jax.Array, axes: tuple, *numbers: jax.Array) -> jax.Array:
     """An int32 scalar that cannot be computed: the step fails on all ranks with an error.
 
@@ -240,7 +236,7 @@ def report(function: str, names: tuple[str, ...], by_rank: np.ndarray) -> str:
 
 
 def after(tree: T, ok: jax.Array) -> T:
-    """`tree`, unchanged, but so that its smallest array needs `ok`, the zero that `verdict` returns.
+    """`tree`, unchanged, but so that its smallest array needs `ok`, the zero of a verdict.
 
     If `ok` differs along other axes, as parameters do that these divide, it is an array that does so, too.
     """
@@ -298,33 +294,6 @@ def digests_every(function: str, params: Any, axis_name: AxisName, every: int, c
     return digests(function, params, axis_name, count % every == 0)
 
 
-def reduced_with(reduction: Reduction, reduce: Callable[..., Reduced], tree: Any, table: Any) -> tuple[Reduced, Any]:
-    """What `reduce`, a method of `Reduction`, returns for a tree, and a tree of tables reduced in its buckets.
-
-    reduce: takes a reduction, the tree, and the argument `value` of `Reduction.reduce`.
-    """
-    # If the update could overwrite the parameters first, XLA would copy them for the digests in every step.
-    reduction = replace(reduction, after_last=True)
-    if not isinstance(tree, ShardSums) or reduction.wire != UNCHANGED:
-        reduced = reduce(reduction, tree, value=table)
-        return reduced, reduced.value
-    reduced = reduce(reduction, with_table(tree, table))
-    sums, tables = reduced.tree
-    return reduced._replace(tree=sums), tables
-
-
-def with_table(sums: ShardSums, table: Any) -> ShardSums:
-    """The sums of (terms, table). A table is the rank's first term, which every rank has."""
-    slots = next(x.shape[0] for x in jax.tree.leaves(sums.terms) if x.dtype != jax.dtypes.float0)
-
-    def terms(table):
-        own = table.astype(accumulator(table.dtype))
-        return jnp.concatenate([own[None], jnp.zeros_like(own, shape=(slots - 1, *own.shape))])
-
-    dtypes = (np.dtype(x.dtype) for x in jax.tree.leaves(table))
-    return ShardSums((sums.terms, jax.tree.map(terms, table)), sums.num_shards, (*sums.dtypes, *dtypes))
-
-
 def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:
     """Compares the ranks' copies of a pytree within a step, and fails the step on all ranks if any two differ.
 
@@ -356,4 +325,4 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
     check_arrays("check_replicas", "tree", tree)
     own = digests("check_replicas", tree, axis_name, when)
     sums = implementation("check_replicas", impl).psum(own.table, axis_name)
-    return after(tree, verdict("check_replicas", own, sums, axis_name))
+    return after(tree, own.verdict(sums))

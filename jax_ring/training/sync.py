@@ -15,6 +15,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
+from jax_ring.lowering.trees import accumulator
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.implementations import Impl, implementation
@@ -57,8 +58,8 @@ class Reduced(NamedTuple):
 class Reduction:
     """A public function's reduction: its name, for errors, and the options of `sync_gradients`.
 
-    after_last: whether what is computed from the sums comes after what the last leaf is computed from: the last of
-      `value`, or of `ShardSums`.
+    after_last: whether what is computed from the sums comes after what the last leaf of `value` is computed from, such
+      as digests of parameters: if the update could overwrite these first, XLA would copy them in every step.
     """
 
     function: str
@@ -129,7 +130,7 @@ class Reduction:
           divisor: ranks, or shards, for a mean; 1 for a sum.
           headroom: ranks whose values must fit the wire together; default `divisor`.
           residual: a tree to be added to `tree`.
-          value: a tree to be averaged in the same buckets, never rounded.
+          value: a tree to be averaged in the same buckets, never rounded; beside `ShardSums` summed, by `divisor`.
         """
         if isinstance(tree, ShardSums):
             return self._reduce_shards(tree, axis_name, divisor, residual, value)
@@ -181,7 +182,9 @@ class Reduction:
             own = [x if is_float0(x) else x[0].astype(d) for x, d in zip(leaves, tree.dtypes, strict=True)]
             plain = jax.tree.unflatten(structure, own)
             return along.reduce(plain, axis_name, divisor, residual=residual, value=value)
-        assert value is None, "the value is one of the shards' sums"
+        if value is not None:
+            sums, value = along._reduce_shards(_with_value(tree, value), axis_name, divisor, None, None).tree
+            return Reduced(sums, None, value)
         likes: list[Any] = [
             x if is_float0(x) else jax.ShapeDtypeStruct(x.shape[1:], d)
             for x, d in zip(leaves, tree.dtypes, strict=True)
@@ -239,6 +242,18 @@ class Reduction:
         count = tree.num_shards if isinstance(tree, ShardSums) else num_ranks(axes_of(axis_name))
         numbers = jax.tree.map(jnp.asarray, tree)
         return self.reduce(numbers, axis_name, count if mean else 1, residual=residual, value=value)
+
+
+def _with_value(sums: ShardSums, value: Any) -> ShardSums:
+    """The sums of (terms, value). The value is the rank's first term, which every rank has."""
+    slots = next(len(x) for x in jax.tree.leaves(sums.terms) if not is_float0(x))
+
+    def terms(x):
+        own = x.astype(accumulator(x.dtype))
+        return jnp.concatenate([own[None], jnp.zeros_like(own, shape=(slots - 1, *own.shape))])
+
+    dtypes = (np.dtype(x.dtype) for x in jax.tree.leaves(value))
+    return ShardSums((sums.terms, jax.tree.map(terms, value)), sums.num_shards, (*sums.dtypes, *dtypes))
 
 
 def _numbers(gradients: Any, tree: Any) -> Any:

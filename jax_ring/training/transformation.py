@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
@@ -12,15 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.training.sentinel import (
-    CheckedState,
-    check_counted,
-    check_every,
-    digests_every,
-    next_step,
-    reduced_with,
-    verdict,
-)
+from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, next_step
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED, Int8Wire
 
@@ -103,13 +94,13 @@ def allreduce_gradients(
                 key, next_key = jax.random.split(inner.key)
                 now = replace(reduction, wire=Int8Wire(key))
             residual = jax.tree.map(lambda r: r[0], inner.residual)
-        reduce = partial(Reduction.synced, axis_name=axis_name, mean=mean, residual=residual)
-        if check_replicas is None:
-            reduced = reduce(now, updates)
-        else:
+        table = None
+        if check_replicas is not None:
             own = digests_every(name, params, axis_name, check_replicas, state.step)
-            reduced, tables = reduced_with(now, reduce, updates, own.table)
-            step, tree = next_step(state.step, reduced.tree, verdict(name, own, tables, axis_name))
+            now, table = replace(now, after_last=True), own.table
+        reduced = now.synced(updates, axis_name, mean, residual, table)
+        if check_replicas is not None:
+            step, tree = next_step(state.step, reduced.tree, own.verdict(reduced.value))
             reduced = reduced._replace(tree=tree)
         if has_state:
             inner = FeedbackState(jax.tree.map(lambda r: r[None], reduced.residual), next_key)

@@ -42,7 +42,7 @@ STRINGS_WITHOUT = {  # by their beginnings
         "override_lax() in all threads", "channel … of XLA's partitioner", "a list of groups by",
         "a part of a mesh axis",
         "no fallback to XLA's collectives", "ranks may share a GPU", "it was told to end", "one of many other calls",
-        "the value is one of the shards' sums", "shards of a rank (", "state that init makes here", "scatter to the",
+        "shards of a rank (", "state that init makes here", "scatter to the",
         "gather from the", "ring, for ", "start of the call", "a call of an earlier program",
         "ready to connect for", "fails calls at their", "looks for slow completions", "reports failures of GPU calls",
         "waits for the other processes of a group", "gives idle memory back", "keeps Python from launching",

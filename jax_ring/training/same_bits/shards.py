@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -22,7 +21,7 @@ from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.indices import SHARD
 from jax_ring.training.same_bits.parts import in_turn
 from jax_ring.training.same_bits.sealed import hidden_one, sealed
-from jax_ring.training.sentinel import Digests, after, reduced_with, verdict
+from jax_ring.training.sentinel import Digests, after
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED
 
@@ -164,23 +163,19 @@ class Shards:
             reduction.refuse_rounding(self.num_shards, axis_name)
         if has_wire or not self.reduce_gradients:
             wanted = ShardSums(value_terms, self.num_shards, sums.dtypes[:1])
-        exact = replace(reduction, wire=UNCHANGED)  # the value is never rounded
-        reduce = partial(Reduction.reduce, axis_name=axis_name, divisor=self.num_shards)
         tables = tuple(x.table for x in (own, findings) if x is not None)
-        if tables:
-            reduced, tables = reduced_with(exact, reduce, wanted, tables)
-        else:
-            reduced = reduce(exact, wanted)
+        exact = replace(reduction, wire=UNCHANGED, after_last=bool(tables))  # the value is never rounded
+        reduced = exact.reduce(wanted, axis_name, self.num_shards, value=tables or None)
         value, grads = reduced.tree if wanted is sums else (reduced.tree, grads)
         if has_wire and self.reduce_gradients:
             grads = reduction.reduce(grads, axis_name, self.num_shards).tree
         if own is not None:
-            ok = verdict(self.function, own, tables[0], axis_name)
+            ok = own.verdict(reduced.value[0])
             value, grads = after(value, ok), after(grads, ok)
         if findings is not None:
             # Fence all of them behind the verdict: if the update could overwrite parameters before it, XLA would copy
             # them.
-            value, grads = fence((value, grads), findings.verdict(tables[-1]))
+            value, grads = fence((value, grads), findings.verdict(reduced.value[-1]))
         return value, grads
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, next_step, verdict
+from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, next_step
 from jax_ring.training.zero.interface import ShardedOptimizer
 
 
@@ -28,7 +28,7 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
         check_counted(name, state)
         own = digests_every(name, params, axis_name, every, state.step)
         sums = implementation(name, impl).psum(own.table, axis_name)
-        ok = verdict(name, own, sums, axis_name)
+        ok = own.verdict(sums)
         updates, inner = optimizer.update(gradients, state.inner, params)
         step, updates = next_step(state.step, fence(updates, sums), ok)
         return updates, CheckedState(step, inner)
