@@ -16,13 +16,8 @@ from jax.extend import core
 from jax_ring import _compat
 from jax_ring.training.same_bits.fence import behind_barriers
 
-# Calls to replace by their bodies: the primitive's name, and the parameter that holds the body.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+# Equations that call their only jaxpr once, with their own operands and results. JAX 0.12 renamed closed_call.
+_CALLS = {"jit", "closed_call", "eval_jaxpr", "remat2", "custom_jvp_call", "custom_vjp_call"}
 
 # Operations that may have operands with fewer elements than the result. XLA broadcasts such operands, once per
 # operation.
@@ -75,6 +70,14 @@ def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> lis
     return [value_of(x) for x in jaxpr.outvars]
 
 
+def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """The function of an equation that is nothing but a call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    function: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return function if isinstance(function, core.ClosedJaxpr) else core.ClosedJaxpr(function, ())
+
+
 def _constant(literal: Any) -> Any:
     dtype = literal.aval.dtype
     return literal.val if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.asarray(literal.val, dtype)
@@ -82,12 +85,10 @@ def _constant(literal: Any) -> Any:
 
 def _equation(eqn: Any, operands: list, known: Known) -> list:
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        return evaluate(_closed(params[_CALLS[name]]), operands, known)
-    if name == "remat2":
+    if (inner := called(eqn)) is not None:
         # A barrier separates recomputed values, as in JAX's own lowering, so they differ from the first computation.
-        is_again = params["differentiated"] and params["prevent_cse"]
-        return evaluate(_closed(params["jaxpr"]), behind_barriers(operands) if is_again else operands, known)
+        is_again = name == "remat2" and params["differentiated"] and params["prevent_cse"]
+        return evaluate(inner, behind_barriers(operands) if is_again else operands, known)
     if name in _LOOPS and not eqn.effects:
         return _LOOPS[name](
             lambda jaxpr, operands: evaluate(jaxpr, operands, Known(known.rounding)), operands, **params
@@ -149,10 +150,6 @@ def _power(x: Any, exponent: int, known: Known) -> Any:
 
 def _computed(name: str, fun: Callable, operands: list, known: Known) -> Any:
     return known.once((name,), known.rounded(name, lambda operands: [fun(*operands)]), operands)[0]
-
-
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 # ---- Control flow: the same, with bodies evaluated so ---------------------------------------------------------------

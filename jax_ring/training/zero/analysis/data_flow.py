@@ -12,9 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from jax_ring import _compat
-
-# Equations that call their only jaxpr once, with their own operands and results.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+from jax_ring.training.same_bits.evaluation import called
 
 # Equations whose result at an index depends only on the operands at that index, or on scalars.
 ELEMENTWISE = {
@@ -71,14 +69,6 @@ def flow(closed: core.ClosedJaxpr, values: Sequence, domain: Domain, visit: _Vis
             visit(eqn, operands, results)
         known.update(zip(eqn.outvars, results, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
-
-
-def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """The function of an equation that is nothing but a call."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    function: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return function if isinstance(function, core.ClosedJaxpr) else core.ClosedJaxpr(function, ())
 
 
 def dependences(jaxpr: core.Jaxpr, masks: Sequence[int], visit: _Visit | None = None) -> list[int]:
