@@ -38,6 +38,13 @@ def axes_of_difference(x: jax.Array, axis_name: AxisName) -> tuple:
     return tuple(axis for axis in axes if axis not in tracked or axis in _compat.varying_axes(x))
 
 
+def axes_of_equality(x: jax.Array, axis_name: AxisName) -> list:
+    """The axes over which x is the same by its type; none without vma tracking."""
+    axes = _compat.skip_size_one_axes(axes_of(axis_name))
+    different = axes_of_difference(x, axes)
+    return [axis for axis in axes if axis not in different]
+
+
 def warn_of_equal_values(function: str, x, axis_name: AxisName) -> None:
     """Warns of a mean over equal values, probably a gradient that JAX has summed."""
     axes = _compat.skip_size_one_axes(axes_of(axis_name))

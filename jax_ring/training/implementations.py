@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_ring import collectives
 from jax_ring.collectives.leaves import bits_of_keys
-from jax_ring.options import bucketed, check_choice
+from jax_ring.options import Order, bucketed, check_choice
 
 Impl = Literal["ring", "lax"]
 
@@ -59,10 +59,10 @@ _IMPLEMENTATIONS: dict[Impl, Implementation] = {
 }
 
 
-def implementation(function: str, impl: Impl, overlap: bool = False) -> Implementation:
+def implementation(function: str, impl: Impl, overlap: bool = False, order: Order = "rank") -> Implementation:
     """The implementation named by `impl` of `function`.
 
-    overlap: whether GPUs run jax_ring's collectives beside computation.
+    overlap, order: of jax_ring's collectives: whether GPUs run them beside computation, and in which order they add.
 
     Raises:
       ValueError: for another `impl`.
@@ -72,6 +72,9 @@ def implementation(function: str, impl: Impl, overlap: bool = False) -> Implemen
     if not isinstance(overlap, bool):
         raise TypeError(f"{function}: overlap must be True or False, got {overlap!r}")
     chosen = _IMPLEMENTATIONS[impl]
+    if impl == "ring":
+        sums = (partial(psum, order=order) for psum in (chosen.psum, chosen.psum_scatter))
+        chosen = Implementation(*sums, *chosen[2:])
     return Implementation(*(partial(_bucketed, overlap, collective) for collective in chosen))
 
 

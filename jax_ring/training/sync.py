@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ring import _compat
-from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
+from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.agreement import check_agreement
 from jax_ring.lowering.trees import accumulator
@@ -192,7 +191,7 @@ class Reduction:
 
         def psum(terms: list, axis_name: AxisName) -> list:
             wide = ShardSums(terms, num_shards, tuple(x.dtype for x in terms))
-            return along._collective()(wide, axis_name)
+            return along._psum(wide, axis_name)
 
         sums = along._in_buckets(jax.tree.unflatten(structure, likes), leaves, axis_name, psum, num_shards)
         means = [
@@ -218,12 +217,12 @@ class Reduction:
     def _sum(self, tree: Any, axis_name: AxisName) -> Any:
         """Sums of leaves in their sent dtypes."""
         leaves, structure = jax.tree.flatten(tree)
-        sums = self._in_buckets(tree, leaves, axis_name, self._collective(), num_ranks(axes_of(axis_name)))
+        sums = self._in_buckets(tree, leaves, axis_name, self._psum, num_ranks(axes_of(axis_name)))
         return jax.tree.unflatten(structure, sums)
 
-    def _collective(self) -> Callable:
-        psum = implementation(self.function, self.impl, self.overlap).psum
-        return psum if self.impl == "lax" else partial(psum, order=self.order)
+    @property
+    def _psum(self) -> Callable:
+        return implementation(self.function, self.impl, self.overlap, self.order).psum
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
         """Sums of leaves, with a psum per bucket of a tree of their results' types."""
@@ -370,12 +369,8 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
     """Raises ValueError for gradients that are, by their type, already summed."""
     check_named(function, axes_of(axis_name))
     check_arrays(function, "the gradients", tree)
-    if not _compat.check_vma():
-        return
-    _, axes = split_axes(_compat.skip_size_one_axes(axes_of(axis_name)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(_numbers(tree, tree)):
-        same_over = [axis for axis in axes if axis not in _compat.varying_axes(leaf)]
-        if same_over:
+        if same_over := axes_of_equality(leaf, axis_name):
             raise ValueError(
                 f"{function}: the leaf at {path_text(path)}, of type {jax.typeof(leaf)}, is "
                 f"already the same on all ranks of {same_over}. JAX sums gradients with respect to replicated "

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring import _compat
 from jax_ring.collectives import ring_psum
-from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_named, split_axes
+from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_axis_name, check_named
 from jax_ring.options import Order, array_or_none, path_text, promoted
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.same_bits.fence import fence
@@ -142,14 +141,9 @@ def norm_of_whole(like: Any, leaves: Sequence[jax.Array], *_: Any) -> jax.Array:
 
 def _check_cut(updates: Any, axis_name: AxisName) -> None:
     """Raises ValueError for updates whose type says that every rank has the same ones."""
-    axes = axes_of(axis_name)
-    check_named("clip_by_global_norm", axes)
-    if not _compat.check_vma():
-        return
-    _, tracked = split_axes(_compat.skip_size_one_axes(axes))
+    check_named("clip_by_global_norm", axes_of(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
-        same_over = [axis for axis in tracked if axis not in _compat.varying_axes(leaf)]
-        if same_over:
+        if same_over := axes_of_equality(leaf, axis_name):
             raise ValueError(
                 f"clip_by_global_norm: the leaf at {path_text(path)}, of type "
                 f"{jax.typeof(leaf)}, is the same on all ranks of {same_over}, so its square would count once for "

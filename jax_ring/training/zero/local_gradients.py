@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.collectives import ring_psum_scatter
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, bucketed, promoted
+from jax_ring.options import Order, promoted
 from jax_ring.training import sync
 from jax_ring.training.implementations import Impl, Implementation, implementation
 from jax_ring.training.parameters import is_float0
@@ -48,7 +47,7 @@ class Reduction(NamedTuple):
 
     @property
     def collectives(self) -> Implementation:
-        return implementation("sharded_optimizer", self.impl, self.overlap)
+        return implementation("sharded_optimizer", self.impl, self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
         """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
@@ -62,10 +61,7 @@ class Reduction(NamedTuple):
 
     def sums_of_parts(self, vectors: Any) -> Any:
         """This rank's part of the sums of vectors over the ranks."""
-        if self.impl == "lax":
-            return self.collectives.psum_scatter(vectors, self.axis_name)
-        with bucketed(self.overlap):
-            return ring_psum_scatter(vectors, self.axis_name, tiled=True, order=self.order)
+        return self.collectives.psum_scatter(vectors, self.axis_name)
 
 
 class LocalGradients(NamedTuple):
