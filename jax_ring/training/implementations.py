@@ -73,8 +73,8 @@ def implementation(function: str, impl: Impl, overlap: bool = False, order: Orde
         raise TypeError(f"{function}: overlap must be True or False, got {overlap!r}")
     chosen = _IMPLEMENTATIONS[impl]
     if impl == "ring":
-        sums = (partial(psum, order=order) for psum in (chosen.psum, chosen.psum_scatter))
-        chosen = Implementation(*sums, *chosen[2:])
+        psum, psum_scatter = partial(chosen.psum, order=order), partial(chosen.psum_scatter, order=order)
+        chosen = chosen._replace(psum=psum, psum_scatter=psum_scatter)
     return Implementation(*(partial(_bucketed, overlap, collective) for collective in chosen))
 
 

@@ -19,6 +19,7 @@ from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero import wires
+from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import (
     ShardedOptimizer,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     import optax
 
 
-def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
+def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
     """The sharded optimizer that updates an equal part of each dtype's vector on every rank.
 
     `tx` gets the parts in a dictionary by dtype, in stage 3 as the shards that they are.
@@ -58,8 +59,11 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
     axis_name, is_divided = reduction.axis_name, stage == 3
     separated = fence if reduction.is_tree else lambda tree: tree
     updated = partial(each_rounded, tx.update) if reduction.is_tree else tx.update
+    check = ElementwiseCheck(tx, axis_name, reduction.order)
+    check.outside()
 
     def shard(params):
+        check.inside(params)
         check_divided_alike(params, axis_name)
         vectors = flat(jax.tree.leaves(params), params, reduction.cut())
         return ShardedParams(own_part(vectors, axis_name), Shapes.of(params))
@@ -68,7 +72,10 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return map_sharded(lambda own: gathered(own, reduction), checked_shards(shards, reduction))
 
     def own_of(params):
-        return checked_shards(params, reduction) if is_divided else shard(params).vectors
+        if not is_divided:
+            return shard(params).vectors
+        check.inside(params)
+        return checked_shards(params, reduction)
 
     def types_of(params):
         return _unpadded(params) if is_divided else _unpadded(params).vectors
@@ -109,6 +116,7 @@ def flat_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Re
         return updates, vary(state, axis_name)
 
     def specs(params):
+        check.outside(params)
         return _specs(jax.eval_shape(tx.init, types_of(params)), axis_name)
 
     def param_specs(params):

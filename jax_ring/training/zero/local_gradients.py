@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,9 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.options import Order, promoted
+from jax_ring.options import promoted
 from jax_ring.training import sync
-from jax_ring.training.implementations import Impl, Implementation, implementation
+from jax_ring.training.implementations import Implementation, implementation
 from jax_ring.training.parameters import is_float0
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
 from jax_ring.training.zero import wires
@@ -23,15 +24,13 @@ from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree
 from jax_ring.training.zero.vectors import flat, own_part
 
 
-class Reduction(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Reduction(sync.Reduction):
     """How a sharded optimizer adds gradients: its arguments of these names."""
 
+    function: str = "sharded_optimizer"
     axis_name: AxisName
-    impl: Impl
-    order: Order
-    overlap: bool
     num_shards: int | None = None
-    wire: FloatWire | Int8Wire = UNCHANGED
     param_wire: FloatWire | Int8Wire = UNCHANGED
 
     @property
@@ -47,7 +46,7 @@ class Reduction(NamedTuple):
 
     @property
     def collectives(self) -> Implementation:
-        return implementation("sharded_optimizer", self.impl, self.overlap, self.order)
+        return implementation(self.function, self.impl, self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
         """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
@@ -154,9 +153,7 @@ class LocalGradients(NamedTuple):
         leaves: Any = self.leaves
         if self.num_shards is None:
             leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        axis_name, impl, order, overlap, _, wire, _ = self.reduction
-        reduction = sync.Reduction("sharded_optimizer", impl, order, wire, overlap=overlap)
-        return reduction.synced(self._sums(leaves, dtypes), axis_name, mean=True).tree
+        return self.reduction.synced(self._sums(leaves, dtypes), self.reduction.axis_name, mean=True).tree
 
     def mean(self, total: jax.Array, dtype: Any) -> jax.Array:
         """A sum over all ranks, divided by the number of ranks or shards, and then rounded."""

@@ -11,7 +11,6 @@ from jax_ring.options import Order, check_choice, integer
 from jax_ring.training.implementations import Impl, implementation
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.wire import UNCHANGED, Int8Wire, wire_of
-from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
 from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
@@ -112,15 +111,13 @@ def sharded_optimizer(
         )
     check_choice("sharded_optimizer", "layout", layout, get_args(Layout))
     _check_division(stage, layout, order, num_shards, check_replicas)
-    wires = (wire_of("sharded_optimizer", "wire", wire), wire_of("sharded_optimizer", "param_wire", param_wire))
+    wires = [wire_of("sharded_optimizer", "wire", wire), wire_of("sharded_optimizer", "param_wire", param_wire)]
     _check_wires(stage, layout, order, *wires)
-    reduction = Reduction(axis_name, impl, order, overlap, num_shards, *wires)
-    if layout == "parameter":
-        sharded = parameter_layout(tx, stage=stage, reduction=reduction)
-    else:
-        check = ElementwiseCheck(tx, axis_name, order)
-        check.check_outside()
-        sharded = check.checked(flat_layout(tx, stage=stage, reduction=reduction))
+    reduction = Reduction(
+        impl=impl, order=order, overlap=overlap, wire=wires[0],
+        axis_name=axis_name, num_shards=num_shards, param_wire=wires[1],
+    )  # fmt: skip
+    sharded = (flat_layout if layout == "flat" else parameter_layout)(tx, stage, reduction)
     return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
 
 

@@ -102,7 +102,7 @@ class _Shards(Parts):
         function, axes = "sharded_layer", axes_of(axis_name)
         check_named(function, axes)
         each = check_divisible(function, num_shards, num_ranks(axes)) // num_ranks(axes)
-        reduction = Reduction(axis_name, "ring", "tree", True, num_shards, param_wire=wire)
+        reduction = Reduction(order="tree", axis_name=axis_name, num_shards=num_shards, param_wire=wire)
         if not is_sharded(checked_shards(shards, reduction)) or any(x.ndim > 2 for x in shards.vectors.values()):
             raise ValueError(
                 "sharded_layer: takes the ShardedParams of one layer, or those of several layers stacked in a first "

@@ -18,7 +18,7 @@ from jax_ring.training.zero.analysis.expressions import Expressions
 from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import order_given
-from jax_ring.training.zero.interface import ShardedOptimizer, by_dtype, refuse_further_arguments
+from jax_ring.training.zero.interface import by_dtype, refuse_further_arguments
 from jax_ring.training.zero.vectors import map_sharded
 
 # By `update`: the axes over which the optimizer was found to be elementwise.
@@ -36,28 +36,7 @@ class ElementwiseCheck:
         self._tx, self._axes, self._order = tx, axes_of(axis_name), order
         self._known_trees: set[Any] = set()
 
-    def checked(self, plain: ShardedOptimizer) -> ShardedOptimizer:
-        """The sharded optimizer, whose functions check their parameters first."""
-
-        def init(params):
-            self._check_inside(params)
-            return plain.init(params)
-
-        def update(gradients, state, params):
-            self._check_inside(params)
-            return plain.update(gradients, state, params)
-
-        def specs(params):
-            self.check_outside(params)
-            return plain.specs(params)
-
-        def shard(params):
-            self._check_inside(params)
-            return plain.shard(params)
-
-        return plain._replace(init=init, update=update, specs=specs, shard=shard)
-
-    def check_outside(self, *params: Any) -> None:
+    def outside(self, *params: Any) -> None:
         """Checks where the axes are not bound. An optimizer that names others has to wait until they are."""
         # Tracing may create constants, and that would fix the number of devices.
         if _compat.has_backend():
@@ -66,7 +45,8 @@ class ElementwiseCheck:
             except NameError:
                 return
 
-    def _check_inside(self, params: Any) -> None:
+    def inside(self, params: Any) -> None:
+        """Checks where the axes are bound."""
         check_named("sharded_optimizer", self._axes)
         self._check((params,), dict(_compat.bound_axis_sizes()))
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import optax
 
 
-def parameter_layout(tx: optax.GradientTransformation, *, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
+def parameter_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
     """Updates each parameter on one rank, or in pieces where `tx` is elementwise. In stage 3 that rank alone has it.
 
     `tx.update` is traced for all parameters, so masks, labels and shapes see the whole tree. A rank runs the equations
