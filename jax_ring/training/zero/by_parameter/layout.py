@@ -94,10 +94,10 @@ class _Layout:
     def checked(self, shards: Any) -> dict[str, Any]:
         """The rank's vectors. Raises ValueError unless they are divided as here."""
         check_shards(shards)
-        division: Any = self.plan(shards, self.reduction.num_ranks).division
-        sizes = division.blocks(self.reduction.num_ranks).sizes
-        expected, found = {name: (1, size) for name, size in sizes.items()}, jax.tree.map(jnp.shape, shards.own)
-        if shards.division != division or found != expected:
+        plan = self.plan(shards, self.reduction.num_ranks)
+        expected = {name: (1, size) for name, size in plan.params.sizes.items()}
+        found = jax.tree.map(jnp.shape, shards.own)
+        if shards.division != plan.division or found != expected:
             raise ValueError(
                 f"sharded_optimizer: a rank's shards have the shapes {expected} here, and these have {found}. Those of "
                 "another number of ranks have to pass through `repartition` first; those of another optimizer or order "
@@ -108,8 +108,8 @@ class _Layout:
     def shard(self, params):
         check_undivided(params, self.axis_name)
         plan = self.plan(params, self.reduction.num_ranks)
-        blocks, leaves = plan.division.blocks(self.reduction.num_ranks), jax.tree.leaves(params)
-        own = on_each_rank(lambda rank: blocks.pack_whole(rank, leaves), plan, self.axis_name)
+        leaves = jax.tree.leaves(params)
+        own = on_each_rank(lambda rank: plan.params.pack_whole(rank, leaves), plan, self.axis_name)
         return ParameterShards({name: x[None] for name, x in own.items()}, plan.division)
 
     def gather(self, shards):
@@ -143,15 +143,15 @@ class _Layout:
         gradients_of = self.reduced(local, plan)
 
         def inputs_of(common, rank):
-            states = plan.state.unpack(rank, own)
-            own_params = plan.division.blocks(len(plan.pieces)).unpack(rank, vectors) if self.divided else None
+            pieces, states = plan.params.ranks[rank], plan.state.unpack(rank, own)
+            own_params = plan.params.unpack(rank, vectors) if self.divided else None
             gradients = gradients_of(rank)
-            return replace(common, pieces=plan.pieces[rank], gradients=gradients, states=states, own_params=own_params)
+            return replace(common, pieces=pieces, gradients=gradients, states=states, own_params=own_params)
 
         common = self.with_norms(OwnInputs(traced, shared, all_params, plan.in_blocks), plan, inputs_of)
         # Updates of shards are packed as the parameters are, whatever their own dtypes.
         names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if self.divided else None
-        blocks = Blocks(traced.update_types, plan.pieces, names)
+        blocks = Blocks(traced.update_types, plan.params.ranks, names)
 
         def on_rank(rank):
             updates, states = inputs_of(common, rank).updates(local.has_gradient)
@@ -182,12 +182,12 @@ class _Layout:
         if self.stage == 1:
             synced = local.synced([x.dtype for x in local.types])
             means = [own_copy(jnp.reshape(x, -1), self.axis_name) for x in synced]
-            return lambda rank: [means[leaf][start:stop] for leaf, start, stop in plan.pieces[rank]]
-        blocks = Blocks(local.sent_types, plan.pieces)
+            return lambda rank: [means[leaf][start:stop] for leaf, start, stop in plan.params.ranks[rank]]
+        blocks = Blocks(local.sent_types, plan.params.ranks)
         sums = local.scattered_sums(blocks.pack_all)
         return lambda rank: [
             local.mean(x, local.types[piece.leaf].dtype)
-            for x, piece in zip(blocks.unpack(rank, sums), plan.pieces[rank], strict=True)
+            for x, piece in zip(blocks.unpack(rank, sums), plan.params.ranks[rank], strict=True)
         ]
 
     def with_norms(self, common: OwnInputs, plan: Plan, inputs_of: Callable[[OwnInputs, int], OwnInputs]) -> OwnInputs:
@@ -204,8 +204,8 @@ class _Layout:
         return replace(common, scalars=self.separated(scalars))
 
     def param_specs(self, params):
-        division = self.plan(params, 1).division
-        return ParameterShards({name: PartitionSpec(self.axis_name) for name in division.blocks(1).sizes}, division)
+        plan = self.plan(params, 1)
+        return ParameterShards({name: PartitionSpec(self.axis_name) for name in plan.params.sizes}, plan.division)
 
     def specs(self, params):
         plan = self.plan(params, 1)
@@ -231,7 +231,7 @@ class _Layout:
             return state
         check_shards(params)
         leaves = jax.tree.leaves(params.whole())
-        return state, ParameterShards(packed(plan.division.blocks(num_ranks), leaves), plan.division)
+        return state, ParameterShards(packed(plan.params, leaves), plan.division)
 
     def unsharded(self, state, params):
         whole, plan = self.whole_arrays(state, params), self.plan(params, 1)

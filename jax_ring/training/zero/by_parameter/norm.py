@@ -67,7 +67,7 @@ def _summands(request: NormRequest, traced: TracedUpdate, plan: Plan) -> Blocks:
     def whole(i):
         return Piece(i, 0, up_to_blocks(outputs[i].size))
 
-    ranks = [[summand for piece in pieces for summand in of_piece(*piece)] for pieces in plan.pieces]
+    ranks = [[summand for piece in pieces for summand in of_piece(*piece)] for pieces in plan.params.ranks]
     ranks[0] += map(whole, _outputs(request, traced, None))
     return Blocks(outputs, ranks)
 

@@ -79,7 +79,7 @@ class Plan:
     """Who owns what.
 
     Attributes:
-      pieces: of the parameters, for each rank.
+      params: the parameters, and each rank's pieces.
       state: the state's leaves, and each rank's pieces: for each of its parameters' pieces those of its state, in
         order.
       structure: of the state.
@@ -88,7 +88,7 @@ class Plan:
       division: of the parameters, if they are divided.
     """
 
-    pieces: Sequence[Sequence[Piece]]
+    params: Blocks
     state: Blocks
     structure: Any
     owners: tuple[int | None, ...]
@@ -98,7 +98,7 @@ class Plan:
     @property
     def num_busy(self) -> int:
         """The ranks that own anything, the first ones."""
-        return sum(map(bool, self.pieces))
+        return sum(map(bool, self.params.ranks))
 
     @property
     def shared(self) -> list[int]:
@@ -130,8 +130,7 @@ class Plan:
 
     def shares(self, params: Any) -> Shares:
         paths = path_texts(params)
-        leaves = [jax.ShapeDtypeStruct(*leaf) for leaf in Shapes.of(params).leaves]
-        blocks = Blocks(leaves, self.pieces)
+        leaves, ranks = self.params.arrays, self.params.ranks
 
         def name(piece):
             cut = piece.stop - piece.start < leaves[piece.leaf].size
@@ -142,13 +141,13 @@ class Plan:
 
         shared_bytes = num_bytes(self.state.arrays[k] for k in self.shared)
         return Shares(
-            parameters=tuple(tuple(map(name, pieces)) for pieces in self.pieces),
-            elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces),
+            parameters=tuple(tuple(map(name, pieces)) for pieces in ranks),
+            elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in ranks),
             state_bytes=tuple(self.state.used_bytes),
             shared_bytes=shared_bytes,
             allocated_bytes=shared_bytes + self.state.block_bytes,
-            parameter_bytes=num_bytes(leaves) if self.division is None else blocks.block_bytes,
-            padding=len(self.pieces) * sum(blocks.sizes.values()) / max(1, sum(x.size for x in leaves)),
+            parameter_bytes=num_bytes(leaves) if self.division is None else self.params.block_bytes,
+            padding=len(ranks) * sum(self.params.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
 
 
@@ -175,7 +174,7 @@ def plan_state(
     if divided:
         refuse_other_parameters(traced, params)
     may_cut = cache(traced.may_cut)
-    pieces = balance(leaves, num_ranks, may_cut, block)
+    of_params = Blocks(leaves, balance(leaves, num_ranks, may_cut, block))
     division = None
     if divided:
         division = Division(shapes, tuple(leaf.size > block and may_cut(i) for i, leaf in enumerate(leaves)), block)
@@ -189,8 +188,8 @@ def plan_state(
             if owner == piece.leaf:
                 yield Piece(k, *piece[1:]) if cut else Piece(k, 0, arrays[k].size)
 
-    ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in pieces]
-    return Plan(pieces, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks, division)
+    ranks = [[part for piece in pieces for part in states_of(piece)] for pieces in of_params.ranks]
+    return Plan(of_params, Blocks(arrays, ranks), jax.tree.structure(state), owners, in_blocks, division)
 
 
 def _type(x) -> tuple:

@@ -125,7 +125,7 @@ def on_each_rank(function: Callable[[int], Any], plan: Plan, axis_name: AxisName
     def branch(rank):
         return jax.tree.map(lambda x: own_copy(x, axis_name), function(rank))
 
-    ranks = range(min(plan.num_busy + 1, len(plan.pieces)))
+    ranks = range(min(plan.num_busy + 1, len(plan.params.ranks)))
     if len(ranks) == 1:
         return branch(0)
     index = jnp.minimum(lax.axis_index(axis_name), len(ranks) - 1)
