@@ -72,8 +72,11 @@ def allreduce_gradients(
     reduction = Reduction.of(name, options)
     check_axis_name(name, axis_name)
     check_every(name, check_replicas)
-    _check_feedback(error_feedback, reduction)
-
+    if error_feedback and reduction.wire == UNCHANGED:
+        raise ValueError(
+            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
+            "say, wire=jnp.bfloat16."
+        )
     has_state = error_feedback or options.get("key") is not None
 
     def init(params):
@@ -118,14 +121,6 @@ def _optax() -> Any:
             "Without it, call jax_ring.sync_gradients."
         ) from error
     return optax
-
-
-def _check_feedback(error_feedback: bool, reduction: Reduction) -> None:
-    if error_feedback and reduction.wire == UNCHANGED:
-        raise ValueError(
-            "allreduce_gradients: error_feedback corrects the rounding to wire, and wire is None. Pass, "
-            "say, wire=jnp.bfloat16."
-        )
 
 
 def feedback_specs(state: Any, axis_name: AxisName) -> Any:

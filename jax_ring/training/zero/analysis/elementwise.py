@@ -117,46 +117,41 @@ _Test = Callable[[Any], str | None]
 
 
 def _refuse_if(fault_of: _Test, tx: Any) -> None:
+    def has_fault(part):
+        try:
+            return fault_of(part) is not None
+        except Exception:  # some parts work only within the whole
+            return False
+
     try:
-        found = _innermost_fault(fault_of, tx)
+        fault = fault_of(tx)
     except Exception as error:
         _refuse_what_fails(fault_of, tx, error)
-    if found is not None:
-        raise _not_like_this(*found)
+    if fault is not None:
+        parts = _innermost(has_fault, tx)
+        raise _not_like_this(parts, fault_of(parts[0]))
 
 
-def _not_like_this(names: tuple[str, ...], fault: str) -> ValueError:
-    innermost, *others = dict.fromkeys(names)
+def _not_like_this(parts: list, fault: str | None) -> ValueError:
+    innermost, *others = dict.fromkeys(map(name_of, parts))
     within = f" (in {', in '.join(others)})" if others else ""
     return ValueError(f"sharded_optimizer: {innermost}{within} {fault}. It cannot be sharded like this. {_REMEDY}")
 
 
-def _innermost_fault(fault_of: _Test, tx: Any) -> tuple[tuple[str, ...], str] | None:
-    """The fault of the innermost part that has one by itself, and the names of this part and of those around it."""
-    fault = fault_of(tx)
-    if fault is None:
-        return None
-    for part in parts_of(tx):
-        try:
-            inner = _innermost_fault(fault_of, part)
-        except Exception:  # some parts work only within the whole
-            continue
-        if inner is not None:
-            return (*inner[0], name_of(tx)), inner[1]
-    return (name_of(tx),), fault
-
-
-def _innermost_failing(fault_of: _Test, tx: Any) -> tuple[str, ...]:
-    """The names of the innermost part that cannot be traced, and of those around it."""
-    for part in parts_of(tx):
-        try:
-            fault_of(part)
-        except Exception:
-            return (*_innermost_failing(fault_of, part), name_of(tx))
-    return (name_of(tx),)
+def _innermost(is_meant: Callable[[Any], bool], tx: Any) -> list:
+    """The innermost part for which this is true by itself, and those around it."""
+    part = next(filter(is_meant, parts_of(tx)), None)
+    return [tx] if part is None else [*_innermost(is_meant, part), tx]
 
 
 def _refuse_what_fails(fault_of: _Test, tx: Any, error: Exception) -> NoReturn:
+    def fails(part):
+        try:
+            fault_of(part)
+        except Exception:
+            return True
+        return False
+
     if isinstance(error, NameError):  # a collective over an axis that is not bound here
         raise error
     if isinstance(error, jax.errors.UnexpectedTracerError):
@@ -168,6 +163,6 @@ def _refuse_what_fails(fault_of: _Test, tx: Any, error: Exception) -> NoReturn:
     refuse_further_arguments(error)
     if foreign_errors.OTHER_TREE.search(str(error)):
         fault = "takes parameters of one tree alone, as with a mask or labels that are given as a tree"
-        raise _not_like_this(_innermost_failing(fault_of, tx), fault) from error
+        raise _not_like_this(_innermost(fails, tx), fault) from error
     fault = f"fails when it is tried on other parameters: {type(error).__name__}: {error}"
     raise ValueError(f"sharded_optimizer: {name_of(tx)} {fault}\n{_REMEDY}") from error
