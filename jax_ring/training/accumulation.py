@@ -75,14 +75,7 @@ def accumulate_gradients(
 
 
 class _Arguments(NamedTuple):
-    """What a loss gets besides parameters.
-
-    Attributes:
-      given: (path, leaf) of each.
-      structure: of (positional arguments, keyword arguments).
-      microbatches: by position among the leaves, those that are split, stacked.
-      others: other arrays.
-    """
+    """What a loss gets besides parameters: paths and leaves; by position those that are split, stacked, and others."""
 
     given: list
     structure: Any

@@ -17,12 +17,8 @@ Impl = Literal["ring", "lax"]
 class Implementation(NamedTuple):
     """The training layer's collectives, each (tree, axis_name) -> tree.
 
-    Attributes:
-      psum: the sum.
-      psum_scatter: in tiles along dimension 0.
-      all_gather: the inverse layout; invariant over the axis with vma tracking.
-      all_to_all: (tree, axis_name, split_axis, concat_axis) -> tree.
-      broadcast: with the keyword argument `root`.
+    Scattered and gathered in tiles along dimension 0; what is gathered is invariant over the axis with vma tracking.
+    all_to_all takes split_axis and concat_axis, too, and broadcast the keyword argument `root`.
     """
 
     psum: Callable

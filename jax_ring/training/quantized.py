@@ -27,17 +27,12 @@ def reduce_in_blocks(
 ) -> tuple[Any, Any]:
     """The sums, divided in float32, and this rank's rounding errors.
 
-    A bucket's leaves are concatenated before blocks are cut, so blocks may span leaves.
+    In the dtypes of `tree` and `residual`; None without a residual. A bucket's leaves are concatenated before they are
+    cut into blocks, so blocks may span leaves.
 
-    Args:
-      function: the public function, for errors.
-      tree: leaves that the wire takes.
-      residual: None, or a tree to be added to `tree`, in float32.
-      by_host: as for `quantized_psum`.
-      **bucket_sizes: as for `plan_buckets`, in bytes of codes.
-
-    Returns:
-      Two trees in the dtypes of `tree` and `residual`; the second None if `residual` is.
+    tree: leaves that the wire takes.
+    residual: None, or a tree to be added to `tree`, in float32.
+    **bucket_sizes: as for `plan_buckets`, in bytes of codes.
     """
     likes, structure = jax.tree.flatten(tree)
     leaves = [x.astype(jnp.float32) for x in likes]

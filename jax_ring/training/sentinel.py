@@ -96,12 +96,7 @@ def check_callbacks(function: str) -> None:
 
 
 def digests(function: str, tree: Any, axis_name: AxisName, when: Any) -> Digests:
-    """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks.
-
-    Raises:
-      ValueError: if the tree has no arrays, or shards.
-      NotImplementedError: where JAX has no callbacks.
-    """
+    """This rank's digests of a pytree, if `when`, a boolean that is the same on all ranks."""
     axes = axes_of(axis_name)
     check_named(function, axes)
     check_callbacks(function)
@@ -281,11 +276,7 @@ def check_counted(function: str, state: Any) -> None:
 
 
 def digests_every(function: str, params: Any, axis_name: AxisName, every: int, count: jax.Array) -> Digests:
-    """The digests of an optimizer's parameters, in every so many of its steps, the first among them.
-
-    Raises:
-      ValueError: if there are no parameters.
-    """
+    """The digests of an optimizer's parameters, in every so many of its steps, the first among them."""
     if params is None:
         raise ValueError(
             f"{function}: check_replicas={every} compares the ranks' parameters; pass them to the optimizer: "

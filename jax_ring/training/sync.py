@@ -40,13 +40,7 @@ class ReductionOptions(TypedDict, total=False):
 
 
 class Reduced(NamedTuple):
-    """The result of `Reduction.reduce`.
-
-    Attributes:
-      tree: the divided sums, in the leaves' dtypes.
-      residual: what this rank has not sent; None without a residual.
-      value: the means of the argument `value`.
-    """
+    """Divided sums, in the leaves' dtypes; what this rank has not sent, with feedback; the means of `value`."""
 
     tree: Any
     residual: Any
@@ -72,11 +66,7 @@ class Reduction:
 
     @classmethod
     def of(cls, function: str, options: ReductionOptions) -> Self:
-        """The reduction for `function`'s keyword arguments.
-
-        Raises:
-          TypeError: for an unknown one, as Python raises it for `function`.
-        """
+        """The reduction for `function`'s keyword arguments. TypeError for an unknown one, as Python raises it."""
         known = [*ReductionOptions.__annotations__]
         for name in options:
             if name not in known:

@@ -98,13 +98,7 @@ UNCHANGED = FloatWire()  # every leaf in its own dtype
 
 
 def wire_of(function: str, name: str, wire: DTypeLike | None, key: Any = None) -> FloatWire | Int8Wire:
-    """The wire for argument `name` of `function`.
-
-    Raises:
-      TypeError: for dtypes that are no floats, or change some gradients to other numbers, and for a `key` that is not
-        one random key.
-      ValueError: for a key with a wire of floats.
-    """
+    """The wire for argument `name` of `function`. Raises for a dtype or a key that is none for gradients."""
     try:
         dtype = None if wire is None else jnp.dtype(wire)
     except TypeError:

@@ -60,12 +60,7 @@ class Audit:
         return cls(function, every, step)
 
     def draw(self, axis_name: AxisName, num_shards: int) -> Drawn:
-        """What is audited in this step, if anything is.
-
-        Raises:
-          ValueError: if there is no other rank.
-          NotImplementedError: where JAX has no callbacks.
-        """
+        """What is audited in this step, if anything is."""
         check_callbacks(self.function)
         count = num_ranks(axes_of(axis_name))
         if count == 1:
@@ -103,7 +98,7 @@ class Audited:
       names: of the arrays that a shard has.
       others: the other axes of the mesh, whose ranks have parts of the arrays.
       own_parts: () -> the data of this rank's shard that would be audited if the rank were its owner.
-      compute: (the data of a shard, its index) -> the shard's arrays.
+      compute: (data, index) -> the shard's arrays.
     """
 
     function: str

@@ -22,12 +22,7 @@ def dimensions_of_cuts(function: str, in_axes: Any, data: tuple, count: int, par
 
     Dimensions count from the front. Leaves that are not cut are missing.
 
-    Args:
-      parts: of the blocks, such as "micro-batches", for errors.
-      whole: who gets an uncut leaf, such as "every micro-batch".
-
-    Raises:
-      ValueError: if `in_axes` does not fit the arguments, there is no such dimension, or `count` does not divide it.
+    parts, whole: words for errors: what the blocks are, and who gets an uncut leaf.
     """
     axes, leaves = _axes_of_leaves(function, in_axes, data), jax.tree_util.tree_leaves_with_path(data)
     dimensions = {}

@@ -31,8 +31,7 @@ _ELEMENTWISE = {
 class Known(dict[tuple, tuple[list, Sequence]]):
     """The results of a computation so far, by equation and operands, and the operands, so that they live on.
 
-    Attributes:
-      rounding: None, or how elementwise operations are computed: a `rounding.Rounding`.
+    rounding: None, or how elementwise operations are computed: a `rounding.Rounding`.
     """
 
     def __init__(self, rounding: Any = None):
@@ -56,8 +55,7 @@ def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> lis
     As `jax.core.eval_jaxpr`, but equal equations are bound once, broadcasts and powers are equations of their own, and
     calls are inlined.
 
-    Args:
-      known: results of equations so far, where this is part of another jaxpr.
+    known: results of equations so far, where this is part of another jaxpr.
     """
     jaxpr, results = closed.jaxpr, Known() if known is None else known
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))

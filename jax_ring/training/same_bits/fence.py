@@ -22,16 +22,11 @@ T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def fence(tree: T, after: jax.Array | None = None) -> T:
-    """The same values, stored in memory before they are used.
+    """The same values, the floats among them stored in memory before they are used.
 
     Needed where a collective over one rank is no operation.
 
-    Args:
-      tree: a pytree of arrays; only floats are fenced.
-      after: numbers whose computation precedes uses of the values.
-
-    Returns:
-      A pytree like `tree`.
+    after: numbers whose computation precedes uses of the values.
     """
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]

@@ -26,14 +26,10 @@ _INDICES: dict[str, TracedIndex] = {"block": BLOCK, "shard": SHARD}
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a call.
+    """The parts of a call: "block"s or "shard"s, `total` on all ranks and `each` on one.
 
     Attributes:
-      function: the public function, for errors.
-      part: "block" or "shard".
       axis_name: that divides them; () if nothing is added.
-      total: of all ranks.
-      each: of one rank.
       varying: axes over which results may vary, with vma tracking.
     """
 
@@ -94,11 +90,7 @@ class Parts:
         return g, traced.consts
 
     def run(self, f: Callable, parts: Any, shared: Any) -> tuple[Any, ShardSums]:
-        """f(part, shared) -> (what stays with the part, what is added) for each part.
-
-        Returns:
-          What stays, stacked; and partial sums.
-        """
+        """f(part, shared) -> (what stays with the part, what is added) for each part: stacked, and partial sums."""
         axes = axes_of(self.axis_name)
         parts, shared = fence(self.own_copies((parts, shared)))
 

@@ -19,8 +19,7 @@ def with_rules(
 ) -> list:
     """`evaluate(closed, operands)`, whose derivatives are those of the ClosedJaxpr.
 
-    Args:
-      of_derivatives: whether `evaluate` evaluates them, too. Then there is no reverse mode.
+    of_derivatives: whether `evaluate` evaluates them, too. Then there is no reverse mode.
     """
     if not _compat.may_have_rules(closed.jaxpr):  # JAX refuses the derivatives of such effects, too
         return evaluate(closed, operands)

@@ -21,8 +21,7 @@ def sealed(condition: jax.Array, closed: Any, operands: Sequence) -> list:
     over shards. It would affect fusion and merging of expressions, and so the last bits. A conditional's branch is
     optimised by itself.
 
-    Args:
-      condition: a scalar that is 1, unknown to the compiler: `hidden_one`.
+    condition: a scalar that is 1, unknown to the compiler: `hidden_one`.
     """
 
     def branch():

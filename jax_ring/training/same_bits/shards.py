@@ -99,21 +99,13 @@ class Shards:
         parameters: Sequence[int],
         axis_name: AxisName,
     ) -> tuple[ShardSums, Any, Findings | None]:
-        """The sums over this rank's shards of the values and gradients that `local` returns.
+        """Sums of (value, gradients) over this rank's shards, auxiliary data, stacked, and what an audit has found.
 
-        Every shard is computed by the same program, whatever the number of ranks: see `sealed`.
+        Every shard is computed by the same program, whatever the number of ranks: see `sealed`. Gradients of dtype
+        float0 are in the sums as they are, without slots.
 
-        Args:
-          local: as `jax.value_and_grad` of a function with auxiliary results: returns ((value, aux), gradients).
-          parameters: the positions of the arguments that are not cut. The others are, as `in_axes` says.
-
-        Returns:
-          The sums of (value, gradients). Gradients of integers, of dtype float0, are in it as they are, without slots.
-          The auxiliary results, stacked over the rank's shards.
-          What an audit has found.
-
-        Raises:
-          ValueError: if the arguments cannot be cut so, if the loss asks for the axis, or if there is no rank to audit.
+        local: returns ((value, aux), gradients).
+        parameters: the positions of the arguments that are not cut.
         """
         axes, function, num_shards = axes_of(axis_name), self.function, self.num_shards
         each, first = num_shards // num_ranks(axes), first_shard(axis_name, num_shards)
@@ -151,11 +143,7 @@ class Shards:
     def reduced(
         self, reduction: Reduction, sums: ShardSums, axis_name: AxisName, own: Digests | None, findings: Findings | None
     ) -> tuple[Any, Any]:
-        """The value and the gradients for their sums over the rank's shards.
-
-        own: the rank's digests, if replicas are compared.
-        findings: those of an audit.
-        """
+        """The value and the gradients for their sums over the rank's shards, once nothing that is compared differs."""
         value_terms, grad_terms = sums.terms
         wanted, grads = sums, ShardSums(grad_terms, self.num_shards, sums.dtypes[1:])
         has_wire = reduction.wire != UNCHANGED
@@ -180,14 +168,12 @@ class Shards:
 
 
 class _Data(NamedTuple):
-    """The arguments of a loss, and how they are cut into shards.
+    """The positional arguments of a loss, and how they are cut into the shards of a rank.
 
     Attributes:
-      args: all positional arguments.
-      parameters: the positions of those that are not cut.
-      leaves: those of the others.
+      parameters: the positions of arguments that are not cut.
+      leaves: of the others.
       dimensions: by position among the leaves, the dimension that is cut. Every shard gets other leaves whole.
-      each: the number of shards.
     """
 
     args: Sequence[Any]

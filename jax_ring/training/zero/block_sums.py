@@ -24,11 +24,7 @@ def up_to_blocks(size: int) -> int:
 
 
 def block_sums(x: jax.Array) -> jax.Array:
-    """The sum of the squares of each block of an array, flattened and filled up with zeros.
-
-    Returns:
-      A vector, of the dtype of the absolute values and at least float32.
-    """
+    """The sum of the squares of each block of an array, flattened and filled up with zeros, in float32 or wider."""
     flat = padded(jnp.ravel(x), BLOCK)
     wide = jnp.abs(flat) if jnp.iscomplexobj(flat) else flat
     sums = wide.astype(promoted(wide.dtype, jnp.float32))

@@ -115,12 +115,9 @@ def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Arra
 
 
 def norm_of_whole(like: Any, leaves: Sequence[jax.Array], *_: Any) -> jax.Array:
-    """The norm of leaves that every rank has whole, with the bits of the flat layout.
+    """The norm of leaves that every rank has whole, with the bits of the flat layout. ValueError if some are missing.
 
     like: parameters, for their dtypes.
-
-    Raises:
-      ValueError: if these are not all leaves.
     """
     if len(leaves) != (count := len(jax.tree.leaves(like))):
         raise ValueError(

@@ -69,10 +69,8 @@ class LocalGradients(NamedTuple):
     Attributes:
       leaves: with a first dimension for the rank's terms if `num_shards` is set. Zeros for a parameter without one.
       types: shapes and dtypes of their sums.
-      has_gradient: for each parameter whether it has a gradient. Integers have none: `jax.grad(..., allow_int=True)`
-        returns dtype float0.
-      num_shards: the number of shards of all ranks if the gradients are a `ShardSums`; else None.
-      reduction: how they are added.
+      has_gradient: false for gradients of integers, of dtype float0.
+      num_shards: of all ranks if the gradients are a `ShardSums`; else None.
     """
 
     leaves: list[jax.Array]
@@ -83,12 +81,7 @@ class LocalGradients(NamedTuple):
 
     @classmethod
     def of(cls, gradients: Any, params: Any, reduction: Reduction) -> LocalGradients:
-        """The gradients that `update` gets.
-
-        Raises:
-          ValueError: if structures or shapes are not the parameters'; if gradients are already the same on
-            all ranks; or if they are a `ShardSums` and are not to be added along the tree.
-        """
+        """The gradients that `update` gets. Raises ValueError for others."""
         num_shards, tree = None, gradients
         if isinstance(gradients, ShardSums):
             if not reduction.is_tree:

@@ -14,12 +14,9 @@ _SHAPE_ONLY = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "
 
 
 class Expressions(NamedTuple):
-    """What an optimizer's results are after the first step: operations, constants and arguments, without shapes.
+    """Hashes of an optimizer's results after the first step, of operations, constants and arguments, without shapes.
 
-    Attributes:
-      updates: dtypes and hashes; one for all parameters of a dtype if the same happens to them.
-      state: hashes.
-      constants: the numbers in them.
+    Of updates there is one for all parameters of a dtype if the same happens to them.
     """
 
     updates: set[Any]

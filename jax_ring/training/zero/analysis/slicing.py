@@ -53,13 +53,7 @@ class Bounds(NamedTuple):
 
 
 def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any]) -> list:
-    """Some outputs, by the equations that they need.
-
-    Args:
-      closed: the traced function.
-      outputs: their indices.
-      inputs: None where outputs do not depend on it.
-    """
+    """Some outputs, by the equations that they need. Inputs on which these do not depend may be None."""
     if not outputs:
         return []
     thin, operands = _thinned(closed, outputs, inputs)
@@ -69,12 +63,7 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
 def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
     """As `compute`, for some elements of flattened outputs of one shape; the filling has no meaning.
 
-    Args:
-      closed, outputs: as for `compute`.
-      inputs: as for `compute`, or a filled `Piece`.
-
-    Raises:
-      NotElementwise: if an equation needs more than a piece.
+    Inputs may be filled `Piece`s. Raises NotElementwise if an equation needs more than a piece.
     """
     thin, operands = _thinned(closed, outputs, inputs)
 
@@ -86,14 +75,9 @@ def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequ
 
 
 def without_scalars(closed: core.ClosedJaxpr, known: Sequence[bool]) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr]:
-    """Splits a traced function into scalars of some inputs only, and the rest.
+    """Splits a function into one from inputs to scalars, and one from inputs and scalars to results.
 
-    Args:
-      closed: calls in it are equations of the rest.
-      known: by input, whether scalars may depend on it.
-
-    Returns:
-      A function from the inputs to scalars, and one from inputs and scalars to results.
+    known: by input, whether scalars may depend on it. Calls are equations of the rest.
     """
     jaxpr = closed.jaxpr
     found = {x for x, is_known in zip(jaxpr.invars, known, strict=True) if is_known} | set(jaxpr.constvars)

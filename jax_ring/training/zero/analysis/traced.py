@@ -13,14 +13,7 @@ from jax_ring.training.zero.given_norms import as_equation, norm_given_by
 
 
 class Traced(NamedTuple):
-    """An optax transformation for certain parameters, and gradients of their types.
-
-    Attributes:
-      init: from parameters to the state's leaves.
-      update: from gradients, the state's leaves and parameters to updates and the state's leaves.
-      state: its leaves' types.
-      paths: to them.
-    """
+    """An optax transformation for certain parameters; the types of its state, and the paths to them."""
 
     init: ClosedJaxpr
     update: ClosedJaxpr

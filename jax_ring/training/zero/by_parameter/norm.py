@@ -24,14 +24,7 @@ from jax_ring.training.zero.interface import padded
 def norm_over_ranks(
     request: NormRequest, traced: TracedUpdate, plan: Plan, inputs_of: Callable[[int], OwnInputs], axis_name: AxisName
 ) -> jax.Array:
-    """The norm that a transformation asked for, of outputs of the traced update.
-
-    Args:
-      request: the leaves, and how to add.
-      traced: the update.
-      plan: who owns what.
-      inputs_of: (rank) -> what it knows.
-    """
+    """The norm that a transformation asked for, of outputs of the traced update."""
 
     def values_of(rank):
         inputs = inputs_of(rank)

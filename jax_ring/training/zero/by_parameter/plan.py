@@ -30,11 +30,8 @@ def balance(
     The largest piece goes first, to the rank with the least of its dtype (Graham, "Bounds on Multiprocessing Timing
     Anomalies", 1969). A leaf of more than 1/p of its dtype is cut, if it may be.
 
-    Args:
-      leaves: of the parameters.
-      num_ranks: p.
-      may_cut: (index of a leaf) -> whether it may be cut.
-      block: of which pieces begin at multiples.
+    may_cut: (index of a leaf) -> whether it may be cut.
+    block: of which pieces begin at multiples.
     """
     totals: defaultdict[Any, int] = defaultdict(int)
     for leaf in leaves:

@@ -156,10 +156,9 @@ def plan_state(
 ) -> Plan:
     """Finds the parameter of each leaf of the state, and divides both among the ranks.
 
-    Args:
-      block: of which pieces' elements are a multiple. If it is more than one, what may be cut is computed in blocks on
-        any number of ranks.
-      divided: whether ranks have only the parameters that they own.
+    block: of which pieces' elements are a multiple. If it is more than one, what may be cut is computed in blocks on
+      any number of ranks.
+    divided: whether ranks have only the parameters that they own.
     """
     params = shapes.params
     leaves = jax.tree.leaves(params)

@@ -34,13 +34,7 @@ _REMEDY = (
 
 
 class NormRequest(NamedTuple):
-    """A norm that `zero.clip_by_global_norm` asks for.
-
-    Attributes:
-      leaves: of what: outputs of the traced update.
-      impl, order: of the sum over the ranks.
-      dtype: of the norm.
-    """
+    """A norm that `zero.clip_by_global_norm` asks for, of which outputs of the traced update, and how to add."""
 
     leaves: range
     impl: Impl
@@ -170,13 +164,7 @@ def trace_update(
 ) -> TracedUpdate:
     """Traces `tx.update`, and finds what each result needs.
 
-    Args:
-      tx: the optimizer.
-      gradients, state, params: trees of arrays or types.
-
-    Raises:
-      ValueError: if a result needs several parameters' gradients, or a collective other than those of
-        `zero.clip_by_global_norm`.
+    Raises ValueError if one needs several parameters' gradients, or a collective not of `zero.clip_by_global_norm`.
     """
 
     def update(gradients, state, params):
