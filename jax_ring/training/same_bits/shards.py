@@ -19,8 +19,7 @@ from jax_ring.training.same_bits.audit import Audit, Audited, Findings
 from jax_ring.training.same_bits.cuts import check_in_axes, dimensions_of_cuts
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.indices import SHARD
-from jax_ring.training.same_bits.parts import in_turn
-from jax_ring.training.same_bits.sealed import hidden_one, sealed
+from jax_ring.training.same_bits.parts import hidden_one, in_turn, sealed
 from jax_ring.training.sentinel import Digests, after
 from jax_ring.training.sync import Reduction, ReductionOptions
 from jax_ring.training.wire import UNCHANGED

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.launcher import foreign_errors
-from jax_ring.options import Order, check_arrays
+from jax_ring.options import Order
 from jax_ring.training.zero.analysis.cuts import SIZE, Cut
 from jax_ring.training.zero.analysis.expressions import Expressions
 from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
 from jax_ring.training.zero.analysis.traced import Traced
 from jax_ring.training.zero.given_norms import order_given
 from jax_ring.training.zero.interface import by_dtype, refuse_further_arguments
-from jax_ring.training.zero.vectors import map_sharded
+from jax_ring.training.zero.vectors import Shapes, map_sharded
 
 # By `update`: the axes over which the optimizer was found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()
@@ -34,7 +34,7 @@ class ElementwiseCheck:
 
     def __init__(self, tx: Any, axis_name: AxisName, order: Order):
         self._tx, self._axes, self._order = tx, axes_of(axis_name), order
-        self._known_trees: set[Any] = set()
+        self._known_trees: set[Shapes] = set()
 
     def outside(self, *params: Any) -> None:
         """Checks where the axes are not bound. An optimizer that names others has to wait until they are."""
@@ -56,13 +56,10 @@ class ElementwiseCheck:
             self._check_tree(_ANY_PARAMETERS, bound)
             found.add(self._axes)
         for tree in trees:
-            tree = map_sharded(lambda shards: shards.like, tree)
-            check_arrays("sharded_optimizer", "the parameters", tree)
-            shapes = jax.tree.map(_filled, tree)
-            key = (jax.tree.structure(shapes), tuple((x.shape, x.dtype) for x in jax.tree.leaves(shapes)))
-            if key not in self._known_trees:
-                self._check_tree(shapes, bound)
-                self._known_trees.add(key)
+            shapes = Shapes.of(map_sharded(lambda shards: shards.like, tree))
+            if shapes not in self._known_trees:
+                self._check_tree(jax.tree.map(_filled, shapes.params), bound)
+                self._known_trees.add(shapes)
 
     def _check_tree(self, params: Any, bound: dict[Any, int]) -> None:
         vectors = {name: _shape(SIZE, dtype=name) for name in by_dtype(params)}

@@ -70,23 +70,19 @@ class Blocks:
     names: Sequence[str] | None = None
 
     @functools.cached_property
+    def used(self) -> list[dict[str, int]]:
+        """By rank, the elements of its pieces, by dtype."""
+        ranks: list[dict[str, int]] = [defaultdict(int) for _ in self.ranks]
+        for sizes, pieces in zip(ranks, self.ranks, strict=True):
+            for piece in pieces:
+                sizes[self._name(piece)] += piece.stop - piece.start
+        return ranks
+
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """A block's elements, by dtype."""
-        used = [self._used(rank) for rank in range(len(self.ranks))]
-        return {
-            name: max(sizes.get(name, 0) for sizes in used) for name in sorted({k for sizes in used for k in sizes})
-        }
-
-    @property
-    def used_bytes(self) -> list[int]:
-        """By rank, the bytes of its pieces."""
-        used = [self._used(rank) for rank in range(len(self.ranks))]
-        return [sum(size * np.dtype(name).itemsize for name, size in sizes.items()) for sizes in used]
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of a rank's blocks."""
-        return sum(size * np.dtype(name).itemsize for name, size in self.sizes.items())
+        names = sorted({name for sizes in self.used for name in sizes})
+        return {name: max(sizes.get(name, 0) for sizes in self.used) for name in names}
 
     def pack(self, rank: int, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
         parts = defaultdict(list)
@@ -141,9 +137,3 @@ class Blocks:
 
     def _name(self, piece: Piece) -> str:
         return np.dtype(self.arrays[piece.leaf].dtype).name if self.names is None else self.names[piece.leaf]
-
-    def _used(self, rank: int) -> dict[str, int]:
-        sizes: defaultdict[str, int] = defaultdict(int)
-        for piece in self.ranks[rank]:
-            sizes[self._name(piece)] += piece.stop - piece.start
-        return sizes

@@ -27,14 +27,10 @@ class Division(NamedTuple):
     may_cut: tuple[bool, ...]
     block: int
 
+    @functools.cache  # noqa: B019
     def blocks(self, num_ranks: int) -> Blocks:
-        return _blocks(self, num_ranks)
-
-
-@functools.cache
-def _blocks(division: Division, num_ranks: int) -> Blocks:
-    leaves = jax.tree.leaves(division.shapes.params)
-    return Blocks(leaves, balance(leaves, num_ranks, division.may_cut.__getitem__, division.block))
+        leaves = jax.tree.leaves(self.shapes.params)
+        return Blocks(leaves, balance(leaves, num_ranks, self.may_cut.__getitem__, self.block))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["own"], meta_fields=["division"])

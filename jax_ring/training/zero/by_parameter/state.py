@@ -8,6 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import path_texts
@@ -136,17 +137,20 @@ class Plan:
             cut = piece.stop - piece.start < leaves[piece.leaf].size
             return paths[piece.leaf] + (f"[{piece.start}:{piece.stop} of {leaves[piece.leaf].size}]" if cut else "")
 
-        def num_bytes(arrays):
-            return sum(x.size * x.dtype.itemsize for x in arrays)
+        def num_bytes(sizes):
+            return sum(size * np.dtype(dtype).itemsize for dtype, size in sizes)
 
-        shared_bytes = num_bytes(self.state.arrays[k] for k in self.shared)
+        def types(arrays):
+            return [(x.dtype, x.size) for x in arrays]
+
+        shared_bytes = num_bytes(types(self.state.arrays[k] for k in self.shared))
         return Shares(
             parameters=tuple(tuple(map(name, pieces)) for pieces in ranks),
             elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in ranks),
-            state_bytes=tuple(self.state.used_bytes),
+            state_bytes=tuple(num_bytes(sizes.items()) for sizes in self.state.used),
             shared_bytes=shared_bytes,
-            allocated_bytes=shared_bytes + self.state.block_bytes,
-            parameter_bytes=num_bytes(leaves) if self.division is None else self.params.block_bytes,
+            allocated_bytes=shared_bytes + num_bytes(self.state.sizes.items()),
+            parameter_bytes=num_bytes(types(leaves) if self.division is None else self.params.sizes.items()),
             padding=len(ranks) * sum(self.params.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
 
