@@ -86,9 +86,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_do_not_depend_on_the_number_of_ranks(way):
     fun, in_specs, out_specs = WAYS[way]
-    results = [
-        sharded(fun, mesh=make_mesh((ranks,)), in_specs=in_specs, out_specs=out_specs)(W, X) for ranks in (1, 6)
-    ]
+    results = [sharded(fun, mesh=make_mesh((ranks,)), in_specs=in_specs, out_specs=out_specs)(W, X) for ranks in (1, 6)]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[0]))
     for result in results[1:]:
         assert_same_bits(result, results[0])
