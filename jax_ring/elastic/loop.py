@@ -93,7 +93,7 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
 
     Raises:
       RuntimeError: without a launcher, or before `jax.distributed.initialize()`.
-      ValueError: if a process's ranks do not divide `num_shards`, or the launcher starts fewer than `min_processes`.
+      ValueError: if a process's ranks do not divide `num_shards`, or this or `-n` is too small for `min_processes`.
     """
     if not os.environ.get(CONTROL_VARIABLE):
         if (count := _compat.num_distributed_processes()) == 1:
@@ -113,6 +113,11 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
                 f"and {each} devices. Pass another --devices to the launcher."
             )
         multiple_of = num_shards // each
+        if multiple_of < min_processes:
+            raise ValueError(
+                f"elastic.run: num_shards={num_shards} is less than the number of devices of min_processes="
+                f"{min_processes} processes, each with {each}. Pass more shards, or a smaller min_processes."
+            )
     control = Control.connect()
     control.enlist(min_processes=min_processes, multiple_of=multiple_of)
     return control

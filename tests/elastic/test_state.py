@@ -54,6 +54,15 @@ def test_arguments_are_checked(tmp_path):
         elastic.run()(lambda state: None)({})
 
 
+def test_too_few_shards_for_the_processes(monkeypatch):
+    """The error is that of the script, before the launcher is asked."""
+    monkeypatch.setenv("JAX_RING_CONTROL", "@none")
+    monkeypatch.setenv("JAX_RING_JOIN", "1")
+    train = elastic.run(min_processes=2, num_shards=jax.local_device_count())(lambda state: None)
+    with pytest.raises(ValueError, match=r"num_shards=\d+ is less than the number of devices of min_processes=2 proc"):
+        train(elastic.State(step=0))
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
 def test_copies(copied):
     state = elastic.State(params={"w": 1}, step=0)
