@@ -26,42 +26,36 @@ import math
 import sys
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-
-def size_of(text: str) -> int:
-    """Parses a number of bytes that may end in K, M or G."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
-    return int(float(digits) * unit)
+from harness import options
 
 
 def parser_of_messages(description: str) -> argparse.ArgumentParser:
     """The options of nccl-tests that select the messages and the number of runs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("-b", "--minbytes", type=size_of, default="4", help="smallest message of one rank")
-    parser.add_argument("-e", "--maxbytes", type=size_of, default="64M", help="largest message of one rank")
+    parser.add_argument("-b", "--minbytes", type=options.size, default="4", help="smallest message of one rank")
+    parser.add_argument("-e", "--maxbytes", type=options.size, default="64M", help="largest message of one rank")
     parser.add_argument("-f", "--stepfactor", type=int, default=4, help="factor between sizes")
-    parser.add_argument("--sizes", metavar="SIZE,...", help="these messages instead of those of -b, -e and -f")
-    parser.add_argument("-n", "--iters", type=int, default=20, help="timed runs")
+    sizes = options.several(options.size)
+    parser.add_argument("--sizes", type=sizes, metavar="SIZE,...", help="these messages instead of those of -b, -e, -f")
+    parser.add_argument("-n", "--iters", type=options.count, default=20, help="timed runs")
     parser.add_argument("-w", "--warmup_iters", type=int, default=3, help="untimed runs before these")
     parser.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check every result")
-    parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
+    dtypes = options.several(options.dtype)
+    parser.add_argument("-d", "--datatype", type=dtypes, default="float32", help="dtypes, separated by commas")
     parser.add_argument("-o", "--op", choices=("sum",), default="sum")
-    parser.add_argument("--loop-seconds", type=float, default=0.1, help="approximate duration of one jitted loop")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--loop-seconds", type=options.seconds, default=0.1, help="duration of one jitted loop, about")
+    parser.add_argument("--json", type=options.file, metavar="FILE")
     return parser
 
 
 def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int]]:
     """Every dtype with every size in bytes."""
-    sizes = [size_of(size) for size in arguments.sizes.split(",")] if arguments.sizes else []
+    sizes = list(arguments.sizes or ())
     size = arguments.minbytes
     while not arguments.sizes and size <= arguments.maxbytes:
         sizes.append(size)
         size *= arguments.stepfactor
-    return [(dtype, size) for dtype in arguments.datatype.split(",") for size in sizes]
+    return [(dtype, size) for dtype in arguments.datatype for size in sizes]
 
 
 def check_messages(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -74,19 +68,18 @@ def parse_arguments(implementations, peers) -> argparse.Namespace:
 
     parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--devices", type=int, default=8, help="number of CPU devices; other platforms use all")
+    parser.add_argument("--devices", type=options.count, default=8, help="CPU devices; other platforms use all")
     choices = [*implementations, *peers]
-    parser.add_argument("--impl", default=",".join(choices), help="implementations, separated by commas")
+    parser.add_argument(
+        "--impl", type=options.several(options.one_of(choices)), default=",".join(choices),
+        help="implementations, separated by commas",
+    )  # fmt: skip
     parser.add_argument("--compare", metavar="OLD", help="compare the result with a file of --json (see compare.py)")
-    parser.add_argument("--csv", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="plot the first datatype")
-    parser.add_argument("--tune", metavar="FILE", help="write thresholds of algorithm='auto' for JAX_RING_TUNING")
+    parser.add_argument("--csv", type=options.file, metavar="FILE")
+    parser.add_argument("--plot", type=options.file, metavar="FILE", help="plot the first datatype")
+    parser.add_argument("--tune", type=options.file, metavar="FILE", help="write thresholds for JAX_RING_TUNING")
     against.add_options(parser)
     arguments = parser.parse_args()
-    arguments.impl = arguments.impl.split(",")
-    unknown = set(arguments.impl) - set(choices)
-    if unknown:
-        parser.error(f"unknown implementations {sorted(unknown)}; choose from {choices}")
     # The implementations in this process determine the number of calls in a loop, also for the peers.
     arguments.in_process = [name for name in arguments.impl if name in implementations]
     if not arguments.in_process:
@@ -126,7 +119,7 @@ def main() -> int:
     if old and (different := differences(old, {"machine": machine}, SAME)):
         sys.exit(f"not compared: {arguments.compare} is of another machine: {', '.join(different)}")
     print(heading(machine, f"{mesh.size} {arguments.platform} devices"))
-    print(report.header(), flush=True)
+    print(report.HEADER, flush=True)
     layout = Layout(mesh.size)
     peers = []
     for name in arguments.impl:
@@ -134,9 +127,7 @@ def main() -> int:
             print(f"# {name}: left out: {reason}")
         elif name in PEERS:
             peers.append(Peer(name, layout))
-    rows = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with report.written_to(arguments.json, machine) as rows, report.progress() as progress:
         for dtype, size in progress.track(cases, description="measuring"):
             count = max(1, size // jax.numpy.dtype(dtype).itemsize)
             in_process = {name: IMPLEMENTATIONS[name] for name in arguments.in_process}
@@ -169,8 +160,6 @@ def main() -> int:
 
     if old:
         print(compare(old, report.as_json(rows, machine)))
-    if arguments.json:
-        report.write_json(arguments.json, rows, machine)
     if arguments.csv:
         report.write_csv(arguments.csv, rows)
     if arguments.plot:

@@ -13,7 +13,7 @@ is what XLA plans for one device besides the step's arguments. The time to compi
 
 import argparse
 import functools
-import json
+import itertools
 import time
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import intervals
+from harness import intervals, options, report
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -248,24 +248,31 @@ def measured(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     return seconds
 
 
+def mesh(text: str) -> tuple[int, int]:
+    if text.count("x") != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 2x1")
+    dp, tp = map(options.count, text.split("x"))
+    return dp, tp
+
+
 def main() -> None:
     from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--meshes", default="1x2,2x2,1x4,2x1,4x1", help="dp x tp (default: %(default)s)")
-    parser.add_argument("--widths", default="256,512", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each variant (default: 9)")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--meshes", type=options.several(mesh), default="1x2,2x2,1x4,2x1,4x1", help="dp x tp (%(default)s)"
+    )
+    parser.add_argument("--widths", type=options.several(options.count), default="256,512", help="(%(default)s)")
+    parser.add_argument("--rounds", type=options.count, default=9, help="timed runs of each variant (default: 9)")
+    parser.add_argument("--json", type=options.file, metavar="FILE")
     arguments = parser.parse_args()
-    meshes = [tuple(map(int, text.split("x"))) for text in arguments.meshes.split(",")]
-    jax.config.update("jax_num_cpu_devices", max(dp * tp for dp, tp in meshes))
+    jax.config.update("jax_num_cpu_devices", max(dp * tp for dp, tp in arguments.meshes))
     jax.config.update("jax_platforms", "cpu")
     machine = describe()
     print(heading(machine))
     print(f"# {'mesh':>5} {'width':>5} {'variant':>21} {'ms':>8} {'/ jit':>18} {'MB':>7} {'compiling':>10}")
-    rows = []
-    for dp, tp in meshes:
-        for width in map(int, arguments.widths.split(",")):
+    with report.written_to(arguments.json, machine) as rows:
+        for (dp, tp), width in itertools.product(arguments.meshes, arguments.widths):
             runs, compiled = variants(dp, tp, width)
             seconds = measured(runs, arguments.rounds)
             for name, own in seconds.items():
@@ -277,9 +284,6 @@ def main() -> None:
                     f"{row['compile_seconds']:>8.1f} s",
                     flush=True,
                 )
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ Each point is one number of devices in one folder of results, with its interval 
 each message size is written below its points. Text and axes are grey on no ground, to be read in light and dark pages.
 """
 
+import argparse
 import json
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from harness import intervals
+from harness import intervals, options
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 GREY = "#7f7f7f"
@@ -90,4 +90,8 @@ def draw(file: str, folders: list[pathlib.Path]) -> None:
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1], [pathlib.Path(name) for name in sys.argv[2:]])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("picture", type=options.file)
+    parser.add_argument("folders", type=pathlib.Path, nargs="+", help="of results")
+    arguments = parser.parse_args()
+    draw(arguments.picture, arguments.folders)

@@ -8,6 +8,7 @@ are interleaved; times are medians, and ratios have a confidence interval of 95 
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -15,8 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from allreduce import size_of
-from harness import against, intervals, report
+from harness import against, intervals, options, report
 from harness.implementations import AXIS, IMPLEMENTATIONS
 from harness.machine import describe, heading
 from jax import lax
@@ -95,40 +95,39 @@ def line(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", default="8", help="numbers of CPU devices; each in a process of its own")
-    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M", help="messages of one rank")
-    parser.add_argument("-d", "--datatype", default="float32", help="a dtype, or several separated by commas")
-    parser.add_argument("--product", type=int, default=128, help="rows and columns of the matrices (default: 128)")
-    parser.add_argument("-n", "--iters", type=int, default=9, help="timed loops of each kind")
-    parser.add_argument("--loop-seconds", type=float, default=0.1, help="approximate duration of one loop")
-    parser.add_argument("--json", metavar="FILE", help="for one number of devices")
+    numbers = options.several(options.count)
+    parser.add_argument("--devices", type=numbers, default="8", help="of CPU devices; each in a process of its own")
+    sizes, dtypes = options.several(options.size), options.several(options.dtype)
+    parser.add_argument("--sizes", type=sizes, default="4K,64K,256K,1M,4M", help="messages of one rank")
+    parser.add_argument("-d", "--datatype", type=dtypes, default="float32", help="dtypes, separated by commas")
+    parser.add_argument("--product", type=options.count, default=128, help="rows and columns of the matrices (128)")
+    parser.add_argument("-n", "--iters", type=options.count, default=9, help="timed loops of each kind")
+    parser.add_argument("--loop-seconds", type=options.seconds, default=0.1, help="approximate duration of one loop")
+    parser.add_argument("--json", type=options.file, metavar="FILE", help="for one number of devices")
     against.add_options(parser)
     arguments = parser.parse_args()
     if arguments.against:
         against.run(__file__, sys.argv[1:], arguments.against, arguments.pairs, arguments.json)
         return
-    numbers = arguments.devices.split(",")
+    numbers = arguments.devices
     if len(numbers) > 1:
         if arguments.json:
             parser.error("--json takes one number of devices")
         for number in numbers:
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--devices", number], check=True)
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--devices", str(number)], check=True)
         return
-    jax.config.update("jax_num_cpu_devices", int(numbers[0]))
+    jax.config.update("jax_num_cpu_devices", numbers[0])
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), (AXIS,))
     machine = describe()
     print(heading(machine, "us per turn"))
     names = "".join(f"{name:>15}" for name in (THIS, BASELINE, FLOOR))
     print(f"# {'ranks':>5} {'bytes':>10} {'dtype':>10}{names} {'lax.psum / this':>26}")
-    rows = []
-    for dtype in arguments.datatype.split(","):
-        for size in map(size_of, arguments.sizes.split(",")):
+    with report.written_to(arguments.json, machine) as rows:
+        for dtype, size in itertools.product(arguments.datatype, arguments.sizes):
             times = measure(mesh, size, dtype, arguments.product, arguments.iters, arguments.loop_seconds)
             rows.append(row_of(size, dtype, mesh.size, times))
             print(line(rows[-1]), flush=True)
-    if arguments.json:
-        report.write_rows(arguments.json, rows, machine)
 
 
 if __name__ == "__main__":

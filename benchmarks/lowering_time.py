@@ -49,14 +49,15 @@ def spread(seconds) -> str:
 
 
 def main() -> None:
+    from harness import options
     from harness.machine import describe, heading
 
     from jax_ring import override_lax, ring_psum
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--leaves", default="100,1000", help="numbers of leaves (default: 100,1000)")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--devices", type=options.count, default=8)
+    parser.add_argument("--leaves", type=options.several(options.count), default="100,1000", help="(%(default)s)")
+    parser.add_argument("--runs", type=options.count, default=7)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
@@ -73,7 +74,7 @@ def main() -> None:
     print(heading(machine, f"{arguments.devices} CPU devices"))
     print(f"# import jax_ring, after jax: {spread([import_time() for _ in range(arguments.runs)])} ms")
     print(f"# {'leaves':>6} {'variant':>30} {'trace, ms':>22} {'lower, ms':>22} {'all-reduces':>12}")
-    for leaves in map(int, arguments.leaves.split(",")):
+    for leaves in arguments.leaves:
         measured: dict[str, list[tuple[float, float, int]]] = {name: [] for name in variants}
         for _ in range(arguments.runs):
             for name, (run, context) in variants.items():

@@ -14,6 +14,8 @@ import pathlib
 import subprocess
 import sys
 
+from harness import options
+
 MODES = {
     "replicated": lambda p: 3.0,
     "stage 2": lambda p: 1 + 2 / p,
@@ -24,7 +26,8 @@ MODES = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--processes", default="1,2,4", help="numbers of processes, separated by commas")
+    numbers = options.several(options.count)
+    parser.add_argument("--processes", type=numbers, default="1,2,4", help="numbers of processes, separated by commas")
     parser.add_argument("--megabytes", type=float, default=200, help="bytes of the parameters, in 10^6")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -101,7 +104,7 @@ def main() -> None:
         return
     size = arguments.megabytes * 1e6
     print("| processes | | measured | expected |\n|---|---|---|---|")
-    for processes in map(int, arguments.processes.split(",")):
+    for processes in arguments.processes:
         for mode, expected in MODES.items():
             without = max(measured(mode, processes, 0))
             held = max(measured(mode, processes, arguments.megabytes)) - without

@@ -18,7 +18,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from harness import intervals
+from harness import intervals, options, report
 from harness.machine import describe, heading
 from jax import lax
 from jax.sharding import NamedSharding
@@ -88,10 +88,11 @@ def line(what: str, times: dict[str, list[float]], turns: int, compile_ratio: fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, help="without the launcher, which has an option for it (default: 8)")
-    parser.add_argument("--sizes", default="4K,64K,256K,1M,4M,16M", help="messages of one rank in the loop")
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("-n", "--iters", type=int, default=30, help="timed calls of each")
+    parser.add_argument("--devices", type=options.count, help="without the launcher (default: 8)")
+    sizes = options.several(options.size)
+    parser.add_argument("--sizes", type=sizes, default="4K,64K,256K,1M,4M,16M", help="messages of one rank in the loop")
+    parser.add_argument("--models", type=options.several(options.one_of(MODELS)), default=",".join(MODELS))
+    parser.add_argument("-n", "--iters", type=options.count, default=30, help="timed calls of each")
     arguments = parser.parse_args()
     if "JAX_NUM_PROCESSES" in os.environ:  # by the launcher
         jax.distributed.initialize()
@@ -106,7 +107,7 @@ def main() -> None:
     where = f"{mesh.size} CPU devices in {jax.process_count()} processes"
     print(heading(machine, where))
     print(f"# {'microseconds':>14}{XLA:>12}{OVERRIDE:>15}{RING:>10} {'XLA / override':>24} {'compile':>9}")
-    for model in filter(None, arguments.models.split(",")):
+    for model in arguments.models:
         params, loss, batch = MODELS[model]("float32")
         step, batch = training_step(loss), jax.device_put(np.concatenate([batch] * mesh.size), rows)
         params = jax.device_put(params, whole)
@@ -115,10 +116,9 @@ def main() -> None:
             executables[name], seconds[name] = compiled(step, params, batch, context=context)
         calls = {name: partial(run, params, batch) for name, run in executables.items()}
         print(line(model, interleaved(calls, arguments.iters), 1, seconds[OVERRIDE] / seconds[XLA]), flush=True)
-    for size in filter(None, arguments.sizes.split(",")):
-        number = int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
-        x = jax.device_put(np.ones((mesh.size, number // 4), np.float32), rows)
-        turns = max(8, min(1000, (64 << 20) // (number * mesh.size)))
+    for size in arguments.sizes:
+        x = jax.device_put(np.ones((mesh.size, max(size // 4, 1)), np.float32), rows)
+        turns = max(8, min(1000, (64 << 20) // (size * mesh.size)))
         executables, seconds = {}, {}
         for name, fun, context in (
             (XLA, loop_of_sums(mesh, turns), contextlib.nullcontext),
@@ -128,7 +128,7 @@ def main() -> None:
             executables[name], seconds[name] = compiled(fun, x, context=context)
         calls = {name: partial(run, x) for name, run in executables.items()}
         times = interleaved(calls, arguments.iters)
-        print(line(f"sum of {size}iB", times, turns, seconds[OVERRIDE] / seconds[XLA]), flush=True)
+        print(line(f"sum of {report.size_name(size)}", times, turns, seconds[OVERRIDE] / seconds[XLA]), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,29 +18,27 @@ import sys
 import jax
 import numpy as np
 from allreduce import cases_of, check_messages, parser_of_messages
-from harness import report
+from harness import options, report
 from harness.machine import describe, fold_limit, heading
 from harness.measure import Row, Spread
 from peers.libraries import BETWEEN_PROCESSES, Layout
 from peers.peer import Peer, Task, why_not
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of_messages(__doc__.split("\n\n")[0])
     parser.add_argument("--layout", default="2x1,4x1", help="PROCESSESxDEVICES, several separated by commas")
-    parser.add_argument("--hosts", type=int, default=1, help="number of hosts to divide the processes into")
-    parser.add_argument("--impl", default=",".join(BETWEEN_PROCESSES), help="implementations, separated by commas")
+    parser.add_argument("--hosts", type=options.count, default=1, help="number of hosts to divide the processes into")
+    parser.add_argument(
+        "--impl", type=options.several(options.one_of(BETWEEN_PROCESSES)), default=",".join(BETWEEN_PROCESSES),
+        help="implementations, separated by commas",
+    )  # fmt: skip
     parser.add_argument("--mpi", default="", help="environments of mpi4jax with other MPIs, separated by commas")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds per size")
+    parser.add_argument("--rounds", type=options.count, default=4, help="rounds per size")
     arguments = parser.parse_args()
     check_messages(parser, arguments)
-    arguments.impl = arguments.impl.split(",")
-    if unknown := set(arguments.impl) - set(BETWEEN_PROCESSES):
-        parser.error(f"unknown implementations {sorted(unknown)}; choose from {list(BETWEEN_PROCESSES)}")
     arguments.impl += [f"mpi4jax:{prefix}" for prefix in arguments.mpi.split(",") if prefix]
-    if not 1 <= arguments.rounds <= arguments.iters:
+    if arguments.rounds > arguments.iters:
         parser.error(f"--rounds must be from 1 to the number of timed runs, {arguments.iters}; got {arguments.rounds}")
     try:
         arguments.layouts = [
@@ -118,30 +116,29 @@ def main() -> int:
     cases = cases_of(arguments)
     machine = describe()
     print(heading(machine))
-    rows: list[Row] = []
-    for layout in arguments.layouts:
-        print(f"\n# {layout}\n{report.header()}", flush=True)
-        peers = []
-        for name in arguments.impl:
-            if (reason := why_not(name, layout)) is not None:
-                print(f"# {name}: left out: {reason}")
-            else:
-                peers.append(Peer(name, layout))
-        rows += measure_layout(layout, peers, cases, arguments)
-        for peer in peers:
-            peer.close()
+    with report.written_to(arguments.json, machine) as rows:
+        for layout in arguments.layouts:
+            print(f"\n# {layout}\n{report.HEADER}", flush=True)
+            peers = []
+            for name in arguments.impl:
+                if (reason := why_not(name, layout)) is not None:
+                    print(f"# {name}: left out: {reason}")
+                else:
+                    peers.append(Peer(name, layout))
+            measure_layout(layout, peers, cases, arguments, rows)
+            for peer in peers:
+                peer.close()
     wrong = sum(max(row.wrong, 0) for row in rows)
     print(f"# Out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
-    if arguments.json:
-        report.write_json(arguments.json, rows, machine)
     return 0 if rows and wrong == 0 else 1
 
 
-def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: argparse.Namespace) -> list[Row]:
-    """Prints the rows of one layout and their summary, and returns the rows."""
+def measure_layout(
+    layout: Layout, peers: list[Peer], cases: list, arguments: argparse.Namespace, all_rows: list[Row]
+) -> None:
+    """Prints the rows of one layout and their summary, and adds the rows."""
     rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with report.progress() as progress:
         for dtype, size in progress.track(cases, description=str(layout)):
             itemsize = jax.numpy.dtype(dtype).itemsize
             count = max(1, size // itemsize)
@@ -149,6 +146,7 @@ def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: ar
             measured = measure(peers, count, dtype, arguments) if peers else []
             for rounds in sorted(measured, key=lambda rounds: arguments.impl.index(rounds.peer.name)):
                 rows.append(rounds.row(layout, itemsize, bool(arguments.check), limit))
+                all_rows.append(rows[-1])
                 print(report.line(rows[-1]), flush=True)
     others = tuple(name for name in dict.fromkeys(row.implementation for row in rows) if name != "ring_psum")
     for served_by in dict.fromkeys(row.served_by for row in rows if row.implementation == "ring_psum"):
@@ -158,7 +156,6 @@ def measure_layout(layout: Layout, peers: list[Peer], cases: list, arguments: ar
             print(report.summary(rows, others))
     if layout.hosts > 1:
         print(report.crossing_table(rows))
-    return rows
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ overlap: the figures show the cost or gain on CPU devices, not on GPUs.
 
 import argparse
 import functools
-import json
 import time
 
 import jax
@@ -77,13 +76,14 @@ def measure(mesh, model: str, steps: int, layers: int) -> dict[tuple[str, str], 
 
 
 def main() -> None:
+    from harness import options, report
     from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each variant (default: 40)")
-    parser.add_argument("--layers", type=int, default=8, help="of 1 MiB of parameters each (default: 8)")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--devices", type=options.count, default=8)
+    parser.add_argument("--steps", type=options.count, default=40, help="timed steps of each variant (default: 40)")
+    parser.add_argument("--layers", type=options.count, default=8, help="of 1 MiB of parameters each (default: 8)")
+    parser.add_argument("--json", type=options.file, metavar="FILE")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
@@ -91,18 +91,14 @@ def main() -> None:
     machine = describe()
     print(heading(machine, f"{arguments.devices} CPU devices"))
     print(f"# {'layers':>8} {'impl':>5} {'gradients summed':>17} {'ms per step':>12} {'(p10-p90)':>17}")
-    rows = []
-    for model in ("unrolled", "scanned"):
-        for (impl, variant), values in measure(mesh, model, arguments.steps, arguments.layers).items():
-            p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
-            rows.append({"model": model, "impl": impl, "variant": variant, "ranks": mesh.size})
-            rows[-1] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
-            spread = f"({p10:.2f}-{p90:.2f})"
-            print(f"  {model:>8} {impl:>5} {variant:>17} {median:>12.2f} {spread:>17}", flush=True)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
-            file.write("\n")
+    with report.written_to(arguments.json, machine) as rows:
+        for model in ("unrolled", "scanned"):
+            for (impl, variant), values in measure(mesh, model, arguments.steps, arguments.layers).items():
+                p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
+                rows.append({"model": model, "impl": impl, "variant": variant, "ranks": mesh.size})
+                rows[-1] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
+                spread = f"({p10:.2f}-{p90:.2f})"
+                print(f"  {model:>8} {impl:>5} {variant:>17} {median:>12.2f} {spread:>17}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail
+case ${1:-} in "" | -*) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit $(($# == 0)) ;; esac
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-out=benchmarks/results/${1:?the name of a folder under benchmarks/results}
+out=benchmarks/results/$1
 runs=${2:-3}
 sizes=4,4K,64K,256K,1M,4M,16M
 mkdir -p "$out"

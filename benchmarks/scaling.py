@@ -13,7 +13,7 @@ import pathlib
 import subprocess
 import sys
 
-from harness import intervals
+from harness import intervals, options
 from harness.report import size_name
 
 ALLREDUCE = pathlib.Path(__file__).with_name("allreduce.py")
@@ -21,7 +21,8 @@ NAMES = ("ring_psum", "lax.psum")
 
 
 def measure(folder: pathlib.Path, ranks: int, arguments: argparse.Namespace) -> None:
-    command = [sys.executable, str(ALLREDUCE), "--devices", str(ranks), "--sizes", arguments.sizes, "-w", "1"]
+    sizes = ",".join(map(str, arguments.sizes))
+    command = [sys.executable, str(ALLREDUCE), "--devices", str(ranks), "--sizes", sizes, "-w", "1"]
     command += ["-n", str(arguments.iters), "--loop-seconds", str(arguments.loop_seconds), "--impl", ",".join(NAMES)]
     subprocess.run([*command, "--json", str(folder / f"scaling-p{ranks}.json")], check=True)
 
@@ -85,13 +86,14 @@ def plot(path: pathlib.Path, rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--devices", default="2,4,8,16,32,64", help="numbers of devices to measure")
-    parser.add_argument("--sizes", default="4K,256K,4M", help="messages of one rank")
-    parser.add_argument("-n", "--iters", type=int, default=8, help="timed runs")
-    parser.add_argument("--loop-seconds", type=float, default=0.05, help="approximate duration of one jitted loop")
+    numbers, sizes = options.several(options.count), options.several(options.size)
+    parser.add_argument("--devices", type=numbers, default="2,4,8,16,32,64", help="numbers of devices to measure")
+    parser.add_argument("--sizes", type=sizes, default="4K,256K,4M", help="messages of one rank")
+    parser.add_argument("-n", "--iters", type=options.count, default=8, help="timed runs")
+    parser.add_argument("--loop-seconds", type=options.seconds, default=0.05, help="duration of one jitted loop, about")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    for ranks in [int(text) for text in arguments.devices.split(",") if text]:
+    for ranks in arguments.devices:
         measure(arguments.folder, ranks, arguments)
     if not (rows := load(arguments.folder)):
         sys.exit(f"{arguments.folder} has no scaling-p*.json to draw")

@@ -7,6 +7,7 @@ in the same run, of medians. A cell has the lowest and the highest of all runs a
 a folder has what its files do not say: the processor, the commit, and whether it was an earlier engine.
 """
 
+import argparse
 import json
 import math
 import pathlib
@@ -285,6 +286,7 @@ def filled(text: str, runs: list[Run]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
     runs = load()
     for page in PAGES:
         page.write_text(filled(page.read_text(), runs))

@@ -12,6 +12,7 @@ confidence interval of 95 %.
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import time
 
 import jax
@@ -120,22 +121,21 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    from harness import report
+    from harness import options, report
     from harness.machine import describe, heading
     from workloads.models import MODELS
 
     choices = [*MODELS, *batch_norm.SIZES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each variant (default: 40)")
-    parser.add_argument("--models", default=",".join(choices), help=f"of {', '.join(choices)} (default: all)")
-    parser.add_argument("--layers", type=int, default=4, help="of mlp and of gpt (default: 4)")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--devices", type=options.count, default=8)
+    parser.add_argument("--steps", type=options.count, default=40, help="timed steps of each variant (default: 40)")
+    names = options.several(options.one_of(choices))
+    parser.add_argument("--models", type=names, default=",".join(choices), help=f"of {', '.join(choices)} (all)")
+    parser.add_argument("--layers", type=options.count, default=4, help="of mlp and of gpt (default: 4)")
+    parser.add_argument("--dtypes", type=options.several(options.dtype), default="float32,bfloat16")
+    parser.add_argument("--json", type=options.file, metavar="FILE")
     arguments = parser.parse_args()
-    models = arguments.models.split(",")
-    if unknown := set(models) - set(choices):
-        parser.error(f"unknown models {sorted(unknown)}; choose from {choices}")
+    models = arguments.models
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
@@ -147,16 +147,13 @@ def main() -> None:
         print("# BatchNorm: left out: flax not found; pip install flax")
     columns = f"{'model':>11} {'dtype':>9} {'gradients summed by':>20} {'ms per step':>12} {'(p10-p90)':>17}"
     print(f"# {columns} {'lax / this':>25} {'this / floor':>13}")
-    rows = []
-    for model in models:
-        for dtype in arguments.dtypes.split(","):
+    with report.written_to(arguments.json, machine) as rows:
+        for model, dtype in itertools.product(models, arguments.dtypes):
             times = measure(mesh, model, dtype, arguments.steps, arguments.layers)
             for label in times:
                 rows.append({"model": model, "dtype": dtype, "variant": label, "ranks": mesh.size})
                 rows[-1] |= row_of(label, times)
                 print(line(rows[-1]), flush=True)
-    if arguments.json:
-        report.write_rows(arguments.json, rows, machine)
 
 
 if __name__ == "__main__":

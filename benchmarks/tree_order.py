@@ -9,14 +9,14 @@ the 90th percentile.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
 import optax
-from allreduce import size_of
+from allreduce import check_messages
+from harness import options, report
 from harness.implementations import AXIS
 from harness.measure import Case
 from jax.sharding import NamedSharding
@@ -103,25 +103,22 @@ def main() -> None:
     from harness.machine import describe, heading
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
-    parser.add_argument("-b", "--minbytes", type=size_of, default="64K")
-    parser.add_argument("-e", "--maxbytes", type=size_of, default="64M")
+    parser.add_argument("--ranks", type=options.several(options.count), default="2,4,8", help="(default: 2,4,8)")
+    parser.add_argument("-b", "--minbytes", type=options.size, default="64K")
+    parser.add_argument("-e", "--maxbytes", type=options.size, default="64M")
     parser.add_argument("-f", "--stepfactor", type=int, default=4)
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each variant (default: 15)")
-    parser.add_argument("--loop-seconds", type=float, default=0.05, help="approximate duration of one jitted loop")
+    parser.add_argument("--dtypes", type=options.several(options.dtype), default="float32,bfloat16")
+    parser.add_argument("--rounds", type=options.count, default=15, help="timed runs of each variant (default: 15)")
+    parser.add_argument("--loop-seconds", type=options.seconds, default=0.05, help="duration of one jitted loop, about")
     parser.add_argument("--what", choices=["messages", "steps", "both"], default="both", help="(default: both)")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=options.file, metavar="FILE")
     arguments = parser.parse_args()
-    ranks = [int(number) for number in arguments.ranks.split(",")]
-    if arguments.stepfactor < 2 or not 0 < arguments.minbytes <= arguments.maxbytes or arguments.rounds < 1:
-        parser.error("needs 0 < minbytes <= maxbytes, stepfactor >= 2 and rounds >= 1")
-    jax.config.update("jax_num_cpu_devices", max(ranks))
+    check_messages(parser, arguments)
+    jax.config.update("jax_num_cpu_devices", max(arguments.ranks))
     jax.config.update("jax_platforms", "cpu")
     machine = describe()
     print(heading(machine))
     print(f"# {'ranks':>5} {'dtype':>9} {'what':>12} {'variant':>22} {'us':>12} {'/ rank':>7} (p10-p90)")
-    rows = []
 
     def measure(what: str, dtype: str, size: int, runs: dict[str, Callable[[], float]]) -> None:
         for row in compared(runs, arguments.rounds):
@@ -132,21 +129,18 @@ def main() -> None:
                 flush=True,
             )
 
-    for size in ranks:
-        for dtype in arguments.dtypes.split(","):
-            num_bytes = arguments.minbytes
-            while num_bytes <= arguments.maxbytes and arguments.what != "steps":
-                mesh = jax.sharding.Mesh(jax.devices()[:size], (AXIS,))
-                measure(f"{num_bytes >> 10} KiB", dtype, size, loops(mesh, num_bytes, dtype, arguments))
-                num_bytes *= arguments.stepfactor
-            if arguments.what == "messages":
-                continue
-            mesh = jax.sharding.Mesh(jax.devices()[:size], ("data",))
-            measure("step", dtype, size, steps(mesh, dtype))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
-            file.write("\n")
+    with report.written_to(arguments.json, machine) as rows:
+        for size in arguments.ranks:
+            for dtype in arguments.dtypes:
+                num_bytes = arguments.minbytes
+                while num_bytes <= arguments.maxbytes and arguments.what != "steps":
+                    mesh = jax.sharding.Mesh(jax.devices()[:size], (AXIS,))
+                    measure(f"{num_bytes >> 10} KiB", dtype, size, loops(mesh, num_bytes, dtype, arguments))
+                    num_bytes *= arguments.stepfactor
+                if arguments.what == "messages":
+                    continue
+                mesh = jax.sharding.Mesh(jax.devices()[:size], ("data",))
+                measure("step", dtype, size, steps(mesh, dtype))
 
 
 if __name__ == "__main__":

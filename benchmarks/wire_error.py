@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import options
 from jax.sharding import PartitionSpec as P
 
 WIRES = [None, "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
@@ -49,10 +50,10 @@ def errors(mesh, gradients: np.ndarray, num_steps: int, *, feedback=False, stoch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--elements", type=int, default=1 << 16, help="gradients of each rank (default: 65536)")
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--gradients", choices=[*GRADIENTS], nargs="*", default=[*GRADIENTS])
+    parser.add_argument("--devices", type=options.count, default=8)
+    parser.add_argument("--elements", type=options.count, default=1 << 16, help="gradients of each rank (65536)")
+    parser.add_argument("--steps", type=options.count, default=64)
+    parser.add_argument("--gradients", choices=[*GRADIENTS], nargs="+", default=[*GRADIENTS])
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.devices)
     jax.config.update("jax_platforms", "cpu")

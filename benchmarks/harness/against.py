@@ -11,7 +11,7 @@ import tempfile
 import compare
 import jax
 
-from harness import intervals, report
+from harness import intervals, options, report
 from harness.machine import heading
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def command_of(python: pathlib.Path | str, script: str, arguments: list[str], fi
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="REV", help="build this commit too, and compare it in processes in turn")
-    parser.add_argument("--pairs", type=int, default=3, help="processes of each commit for --against")
+    parser.add_argument("--pairs", type=options.count, default=3, help="processes of each commit for --against")
 
 
 def steps_to_build(revision: str, folder: pathlib.Path) -> list[list[str]]:

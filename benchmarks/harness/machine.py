@@ -137,10 +137,9 @@ def at_end() -> dict:
 
 def heading(machine: dict, more: str = "") -> str:
     """The description as a comment above a table."""
-    more = f"; {more}" if more else ""
     return (
         f"# {machine['cpu']} ({machine.get('processor')}), {machine['usable_cores']} of {machine['cores']} cores, "
-        f"{machine['isa']}; JAX {machine['jax']}, jax_ring {machine['jax_ring']}{more}\n"
-        f"# t = {machine['round_trip_us']} us: a cache line to another core and back; s = {machine['switch_us']} us: a "
-        f"context switch; memory {machine['memory_gb_s']} GB/s"
+        f"{machine['isa']}\n# JAX {machine['jax']}, jax_ring {machine['jax_ring']}{more and f'; {more}'}\n"
+        f"# t = {machine['round_trip_us']} us: a cache line to another core and back\n"
+        f"# s = {machine['switch_us']} us: a context switch; memory {machine['memory_gb_s']} GB/s"
     )

@@ -1,35 +1,41 @@
 """Formats benchmark results as a table in the form of nccl-tests, as JSON, CSV, a summary and a plot."""
 
+import contextlib
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from harness import FIGURES, intervals
 from harness.machine import at_end
 from harness.measure import Row, Spread
+from harness.options import size_text
 
 SMALL = 4 << 10
 CLASSES = (("small", 0, SMALL), ("medium", 64 << 10, 1 << 20), ("large", 16 << 20, math.inf))
-WARNING = (
-    "# CPU devices share one memory: 'bandwidth' here is memory bandwidth, not that of a network.\n"
-    "# Times in us: median (p10-p90). In a jitted loop: less the same loop without a collective, or (waiting) with a\n"
-    "# sum of 4 bytes instead, less the time of that sum: ranks wait for each other in both. limit: a bare fold by\n"
-    "# one thread per core, in the same run, over that time. pt, up to 4 KiB: the time by p round trips of a cache\n"
-    "# line. noise: the time may be 0, or the times equal, by the confidence interval of 95 %. above: the time is\n"
-    "# below the limit, see the note."
+HEADER = (
+    "# Median times in us of sums out of place, in place, and in a jitted loop less\n"
+    "# the same loop without a collective. busbw: of that, in GB/s; CPU devices share\n"
+    "# one memory, so it is not a network's. limit: a bare fold by one thread per\n"
+    "# core, over that time. waiting: over the time less a loop with a sum of 4\n"
+    "# bytes, in which ranks wait, too, less the time of that sum. pt, up to 4 KiB:\n"
+    "# the time by p round trips of a cache line. noise: the time may be 0, or the\n"
+    "# times equal, by the interval of 95 %. above: the time is below the limit, see\n"
+    "# the note.\n"
+    f"#{'size':>5} {'type':>8} {'implementation':>15} {'out':>8} {'in place':>8} {'loop':>8} {'busbw':>6} {'limit':>6}"
+    f" {'waiting':>7}"
 )
 
 
-def header() -> str:
-    return WARNING + (
-        f"\n#{'size':>10} {'count':>10} {'type':>9} {'redop':>5} {'implementation':>15}"
-        f" | {'out-of-place':^33} | {'in-place':>10} | {'in a jitted loop':^58} | {'#wrong':>6}"
-        f"\n#{'(B)':>10} {'(elements)':>10} {'':>9} {'':>5} {'':>15}"
-        f" | {'time':>9} {'algbw':>7} {'busbw':>7} {'':>7} | {'time':>10}"
-        f" | {'time':>20} {'busbw':>8} {'limit':>9} {'waiting':>9} {'limit':>7} | {'':>6}"
-    )
+def progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def is_noise(spread: Spread) -> bool:
@@ -43,29 +49,34 @@ def fraction(row: Row, spread: Spread, round_trip_us: float = math.nan) -> str:
     if is_noise(spread):
         return "noise"
     if row.bytes <= SMALL and round_trip_us > 0:
-        return f"{spread.median / row.ranks / round_trip_us:.1f} pt"
+        trips = spread.median / row.ranks / round_trip_us
+        return f"{trips:.{int(trips < 10)}f} pt"
     share = row.limit_us / max(spread.median, 1e-3)
     return "-" if math.isnan(share) else "above" if share > 1 else f"{share:.0%}"
 
 
 def line(row: Row, round_trip_us: float = math.nan) -> str:
-    algbw, busbw = row.bandwidths(row.out_of_place.median)
-    loop, waiting = row.in_loop, row.in_waiting_loop
-    _, loop_busbw = row.bandwidths(loop.median)
-    part, waiting_part = (fraction(row, each, round_trip_us) if each else "-" for each in (loop, waiting))
+    loop, waiting = (fraction(row, each, round_trip_us) if each else "-" for each in (row.in_loop, row.in_waiting_loop))
     text = (
-        f"{row.bytes:>11} {row.count:>10} {row.dtype:>9} {'sum':>5} {row.implementation:>15}"
-        f" | {row.out_of_place.median:>9.1f} {algbw:>7.2f} {busbw:>7.2f} {'':>7} | {row.in_place.median:>10.1f}"
-        f" | {loop.median:>8.1f} {f'({loop.p10:.1f}-{loop.p90:.1f})':>15} {loop_busbw:>6.2f} {part:>8}"
-        f" {f'{waiting.median:.1f}' if waiting else '-':>9} {waiting_part:>7}"
-        f" | {row.wrong if row.wrong >= 0 else 'N/A':>6}"
+        f"{size_text(row.bytes):>6} {_names(row.dtype, row.implementation)}"
+        f" {_us(row.out_of_place)} {_us(row.in_place)} {_us(row.in_loop)}"
+        f" {row.bandwidths(row.in_loop.median)[1]:>6.2f} {loop:>6} {waiting:>7}"
     )
     return "\n".join([text, *notes(row)])
 
 
+def _names(dtype: str, implementation: str) -> str:
+    """Both, in as many columns for long names of dtypes."""
+    return f"{dtype:>8} {implementation:>{23 - max(len(dtype), 8)}}"
+
+
+def _us(spread: Spread) -> str:
+    return f"{spread.median:>8.{int(spread.median < 1e5)}f}"
+
+
 def notes(row: Row) -> list[str]:
-    """A line for each time below the limit, with both numbers: no collective is that fast."""
-    return [
+    """A line for wrong values, and for each time below the limit, with both numbers: no collective is that fast."""
+    return [f"#   {row.implementation}: {row.wrong} values are wrong"] * (row.wrong > 0) + [
         f"#   {row.implementation}, {name}: {spread.median:.1f} us, but the limit took {row.limit_us:.1f} us: one of"
         " them was disturbed, or the loop without the collective was"
         for name, spread in (("in a loop", row.in_loop), ("waiting", row.in_waiting_loop))
@@ -120,7 +131,7 @@ def summary(rows: list[Row], others: tuple[str, ...] = ("lax.psum",)) -> str:
     lines = []
     for other in others:
         lines.append(
-            f"# {other}'s time / ring_psum's, geometric mean (small: to 4 KiB; medium: 64 KiB-1 MiB; large: 16 MiB on)"
+            f"# {other}'s time / ring_psum's, geometric mean\n# small: to 4 KiB; medium: 64 KiB-1 MiB; large: 16 MiB on"
         )
         for figure in FIGURES:
             means = ratios([row for row in rows if getattr(row, figure) is not None], figure, other)
@@ -132,54 +143,46 @@ def summary(rows: list[Row], others: tuple[str, ...] = ("lax.psum",)) -> str:
 
 def interval_table(rows: list[Row], other: str) -> str:
     """A table of another's time over ring_psum's, with confidence intervals, by message."""
-    columns = {figure: compared(rows, figure, other) for figure in FIGURES}
-    titles = "".join(f" {figure.replace('_', ' '):>27}" for figure in FIGURES)
-    lines = [f"#{'size (B)':>10} {'type':>9}{titles}"]
+    columns = {figure: compared(rows, figure, other) for figure in ("in_loop", "out_of_place")}
+    titles = "".join(f" {figure.replace('_', ' '):>28}" for figure in columns)
+    lines = [f"#{'size':>5} {'type':>8}{titles}"]
     for key in dict.fromkeys(key for column in columns.values() for key in column):
         cells = (str(column[key]) if key in column else "-" for column in columns.values())
-        lines.append(f"#{key[3]:>10} {key[4]:>9}" + "".join(f" {cell:>27}" for cell in cells))
+        lines.append(f"#{size_text(key[3]):>5} {key[4]:>8}" + "".join(f" {cell:>28}" for cell in cells))
     return "\n".join(lines)
 
 
 def ratio_table(rows: list[Row], others: tuple[str, ...]) -> str:
     """A table of the times of others over that of ring_psum, by message: in a jitted loop, and from Python."""
-    figures = [(other, figure) for figure in ("in_loop", "out_of_place") for other in others]
-    ring = {figure: times(rows, "ring_psum", figure) for _, figure in figures}
-    compared = [times(rows, *pair) for pair in figures]
-    titles = [f"{other} ({'loop' if figure == 'in_loop' else 'Python'})" for other, figure in figures]
-    lines = [f"# time / ring_psum's\n#{'size (B)':>10} {'type':>9}" + "".join(f" {title:>19}" for title in titles)]
-    for key in ring["in_loop"]:
-        cells = [
-            f"{time[key] / ring[figure][key]:.3g}x" if key in time and ring[figure][key] > 0 else "-"
-            for (_, figure), time in zip(figures, compared, strict=True)
-        ]
-        lines.append(f"#{key[3]:>10} {key[4]:>9}" + "".join(f" {cell:>19}" for cell in cells))
+    figures = ("in_loop", "out_of_place")
+    of = {(name, figure): times(rows, name, figure) for name in ("ring_psum", *others) for figure in figures}
+    lines = [f"# time / ring_psum's\n#{'size':>5} {'type':>8} {'implementation':>15} {'in a loop':>10} {'Python':>10}"]
+    for key, name in itertools.product(of["ring_psum", "in_loop"], others):
+        pairs = [(of[name, figure].get(key), of["ring_psum", figure][key]) for figure in figures]
+        cells = "".join(f" {f'{time / ring:.3g}x' if time and ring > 0 else '-':>10}" for time, ring in pairs)
+        lines.append(f"#{size_text(key[3]):>5} {_names(key[4], name)}{cells}")
     return "\n".join(lines)
 
 
 def crossing_table(rows: list[Row]) -> str:
     """A table of the bytes that go to XLA's collectives and through the loopback interface, by message."""
     lines = [
-        "# bytes in one call: the operands of XLA's collectives in the compiled program, over all ranks; and all that\n"
-        "# went through this host's loopback interface, with headers and other traffic",
-        f"#{'size (B)':>10} {'type':>9} {'implementation':>15} {'operands':>12} {'/ lax.psum':>11}"
-        f" {'loopback':>14} {'/ lax.psum':>11} {'time in a loop':>15} {'/ lax.psum':>11}",
+        "# bytes in one call: the operands of XLA's collectives in the compiled program,\n"
+        "# over all ranks; all that went through this host's loopback interface",
+        f"#{'size':>5} {'type':>8} {'implementation':>15} {'operands':>11} {'/ lax.psum':>10}"
+        f" {'loopback':>12} {'/ lax.psum':>10}",
     ]
     baselines = {(row.bytes, row.dtype): row for row in rows if row.implementation == "lax.psum"}
     for row in rows:
         if row.xla_bytes is None or (base := baselines.get((row.bytes, row.dtype))) is None:
             continue
-        pairs = (
-            (row.xla_bytes, base.xla_bytes),
-            (row.loopback_bytes, base.loopback_bytes),
-            (row.in_loop.median, base.in_loop.median),
-        )
-        (operands, part), (loopback, lo_part), (time, time_part) = (
+        pairs = ((row.xla_bytes, base.xla_bytes), (row.loopback_bytes, base.loopback_bytes))
+        (operands, part), (loopback, lo_part) = (
             (value, f"{value / base_value:.3f}" if base_value else "-") for value, base_value in pairs
         )
         lines.append(
-            f"#{row.bytes:>10} {row.dtype:>9} {row.implementation:>15} {operands:>12} {part:>11}"
-            f" {loopback:>14.0f} {lo_part:>11} {time:>12.1f} us {time_part:>11}"
+            f"#{size_text(row.bytes):>5} {_names(row.dtype, row.implementation)} {operands:>11} {part:>10}"
+            f" {loopback:>12.0f} {lo_part:>10}"
         )
     return "\n".join(lines)
 
@@ -203,8 +206,15 @@ def write_rows(path: str, rows: list[dict], machine: dict) -> None:
         file.write(f'{{"machine": {json.dumps(machine)},\n"rows": [\n{text}\n]}}\n')
 
 
-def write_json(path: str, rows: list[Row], machine: dict) -> None:
-    write_rows(path, **as_json(rows, machine))
+@contextlib.contextmanager
+def written_to(path: str | None, machine: dict) -> Iterator[list]:
+    """Rows that are written to a file, if given: also those that are there when Ctrl-C or an error ends the run."""
+    rows: list = []
+    try:
+        yield rows
+    finally:
+        if path and rows:
+            write_rows(path, [dataclasses.asdict(row) if isinstance(row, Row) else row for row in rows], machine)
 
 
 def write_csv(path: str, rows: list[Row]) -> None:

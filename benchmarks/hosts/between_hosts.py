@@ -13,6 +13,7 @@ are those of process 0.
 
 import argparse
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -21,22 +22,22 @@ import time
 
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # a program has only its own folder on the path
+from harness import options
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4, help="devices of each host, all of one process")
-    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M", help="bytes of a message")
-    parser.add_argument("--dtype", default="float32", help="of a message")
+    sizes = options.several(options.size)
+    parser.add_argument("--hosts", type=options.count, default=2)
+    parser.add_argument("--ranks", type=options.count, default=4, help="devices of each host, all of one process")
+    parser.add_argument("--sizes", type=sizes, default="4K,64K,1M,4M,16M,64M", help="bytes of a message")
+    parser.add_argument("--dtype", type=options.dtype, default="float32", help="of a message")
     parser.add_argument("--wire", default="none,bfloat16,int8", help="of ring sums: none is ring_psum")
-    parser.add_argument("--calls", type=int, default=5, help="timed calls in each turn")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=options.count, default=5, help="timed calls in each turn")
+    parser.add_argument("--rounds", type=options.count, default=3)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def bytes_of(text: str) -> int:
-    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]]
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -98,8 +99,8 @@ def run(arguments: argparse.Namespace) -> None:
             reductions["ring_psum"] = lambda x: ring_psum(x, "i")
         else:
             reductions[f"wire {wire}"] = lambda x, wire=wire: sync_gradients(x, "i", wire=wire, mean=False)
-    for text in arguments.sizes.split(","):
-        count = bytes_of(text) // dtype.itemsize
+    for size in arguments.sizes:
+        count = max(size // dtype.itemsize, 1)
         sharding = NamedSharding(mesh, P("i"))
         x = jax.make_array_from_callback((count * mesh.size,), sharding, lambda _, n=count: np.ones(n, dtype))
         calls, raw_of = {}, {}
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
                     if i >= 2:
                         seconds[name].append(time.perf_counter() - begin)
         if process == 0:
-            report(f"{hosts} x {arguments.ranks} {arguments.dtype} {text:>5}", seconds, raw_of)
+            report(f"{hosts} x {arguments.ranks} {arguments.dtype} {options.size_text(size):>5}", seconds, raw_of)
     multihost_utils.sync_global_devices("done")
     sys.stdout.flush()
     os._exit(0)  # kills the other processes

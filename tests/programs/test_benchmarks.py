@@ -1,5 +1,7 @@
 """The benchmarks run, and their results are correct. Measured times are not tested."""
 
+import argparse
+import contextlib
 import csv
 import importlib.util
 import json
@@ -14,7 +16,7 @@ import draw_speedup
 import jax
 import numpy as np
 import pytest
-from harness import against, intervals, machine, measure, report
+from harness import against, intervals, machine, measure, options, report
 from model import published, topology
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -50,6 +52,72 @@ def test_allreduce(tmp_path):
     assert all(len(row[figure]["samples"]) == 8 for row in rows for figure in ("in_loop", "in_waiting_loop"))
     with files[1].open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        (options.count, {"3": 3}, ("0", "-1", "x", "1.5", "")),
+        (options.size, {"64": 64, "4k": 4096, "1.5M": 3 << 19}, ("4X", "abc", "0", "", "-4K", "nan", "inf")),
+        (options.seconds, {"0.5": 0.5}, ("0", "nan", "inf", "x")),
+        (options.dtype, {"float8_e4m3fn": "float8_e4m3fn"}, ("foo", "bool", "complex64", "int4", "")),
+        (options.file, {"rows.json": "rows.json"}, ("/nonexistent/rows.json",)),
+        (options.one_of(("a", "b")), {"b": "b"}, ("c", "")),
+        (options.several(options.count), {"1,2": [1, 2]}, ("", "1,", "1,x")),
+    ],
+)  # fmt: skip
+def test_wrong_values_of_options(kind, right, wrong):
+    assert {text: kind(text) for text in right} == right
+    for text in wrong:
+        with pytest.raises(argparse.ArgumentTypeError, match=" is not "):
+            kind(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "text"),
+    [
+        (
+            "allreduce.py --sizes 4X",
+            2,
+            "allreduce.py: error: argument --sizes: '4X' is not a number of bytes, as 64, 4K",
+        ),
+        ("draw_speedup.py --help", 0, "usage: draw_speedup.py"),
+        ("run_all.sh --help", 0, "  benchmarks/run_all.sh NAME [RUNS]"),
+    ],
+)
+def test_command_lines(command, status, text, tmp_path):
+    """They say what is wrong, or what they take, and write nothing."""
+    script, *arguments = command.split()
+    program = sys.executable if script.endswith(".py") else "bash"
+    result = subprocess.run(
+        [program, str(BENCHMARKS / script), *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == status
+    assert text in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_outlive_an_interrupt(tmp_path):
+    path = tmp_path / "rows.json"
+    with contextlib.suppress(KeyboardInterrupt), report.written_to(str(path), {"cpu": "x"}) as rows:
+        rows.append({"bytes": 4})
+        raise KeyboardInterrupt
+    assert json.loads(path.read_text())["rows"] == [{"bytes": 4}]
+
+
+def test_tables_fit_a_terminal():
+    """Of 80 columns; times of a second, and the longest name of a dtype."""
+    spread = measure.Spread.of(np.ones(9))
+    crossing = {"xla_bytes": 1 << 33, "loopback_bytes": 1e9}
+    rows = [
+        measure.Row(name, 8, 1 << 29, 1 << 29, "float8_e4m3fn", *[spread] * 4, wrong=3, **crossing)
+        for name in ("ring_psum", "lax.psum")
+    ]
+    tables = report.HEADER, report.line(rows[0]), report.summary(rows), report.crossing_table(rows)
+    tables += (report.ratio_table(rows, ("lax.psum",)),)
+    assert max(len(line) for table in tables for line in table.splitlines()) <= 80
 
 
 def test_costs_of_the_machine():
