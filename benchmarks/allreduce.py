@@ -1,4 +1,4 @@
-"""Compares all-reduces on CPU devices, in the form of nccl-tests.
+"""Compares all-reduces on CPU devices, with the options of nccl-tests.
 
     python benchmarks/allreduce.py -b 4 -e 64M -f 4 --devices 8 --plot allreduce.png
 

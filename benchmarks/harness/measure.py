@@ -55,10 +55,9 @@ class Row:
     xla_bytes: int | None = None  # operands of XLA's collectives in one call, over all ranks
     loopback_bytes: float | None = None  # through the loopback interface in one call
 
-    def bandwidths(self, microseconds: float) -> tuple[float, float]:
-        """algbw and busbw in GB/s, as nccl-tests defines them: bytes / time, and that times 2 (p - 1) / p."""
-        algbw = self.bytes / max(microseconds, 1e-3) / 1e3
-        return algbw, algbw * 2 * (self.ranks - 1) / self.ranks
+    def busbw(self, microseconds: float) -> float:
+        """In GB/s, as nccl-tests defines it: algbw, which is bytes / time, times 2 (p - 1) / p."""
+        return self.bytes / max(microseconds, 1e-3) / 1e3 * 2 * (self.ranks - 1) / self.ranks
 
 
 def rank_values(ranks: int, count: int, dtype) -> np.ndarray:

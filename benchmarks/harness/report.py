@@ -1,4 +1,4 @@
-"""Formats benchmark results as a table in the form of nccl-tests, as JSON, CSV, a summary and a plot."""
+"""Formats benchmark results as tables, JSON, CSV, a summary and a plot."""
 
 import contextlib
 import csv
@@ -60,7 +60,7 @@ def line(row: Row, round_trip_us: float = math.nan) -> str:
     text = (
         f"{size_text(row.bytes):>6} {_names(row.dtype, row.implementation)}"
         f" {_us(row.out_of_place)} {_us(row.in_place)} {_us(row.in_loop)}"
-        f" {row.bandwidths(row.in_loop.median)[1]:>6.2f} {loop:>6} {waiting:>7}"
+        f" {row.busbw(row.in_loop.median):>6.2f} {loop:>6} {waiting:>7}"
     )
     return "\n".join([text, *notes(row)])
 
@@ -254,12 +254,12 @@ def plot(path: str, rows: list[Row]) -> None:
         noisy = [(row.bytes, row.in_loop.median) for row in rows_of_name if is_noise(row.in_loop)]
         times.plot(*zip(*noisy, strict=True), "o", mfc="white", color=curve.get_color(), zorder=9) if noisy else None
         clear = [row for row in rows_of_name if not is_noise(row.in_loop)]
-        busbw = [row.bandwidths(row.in_loop.median)[1] for row in clear]
+        busbw = [row.busbw(row.in_loop.median) for row in clear]
         bandwidths.plot([row.bytes for row in clear], busbw, marker="o", label=name)
     by_size = {row.bytes: row for row in rows}
     limit = sorted(by_size.values(), key=lambda row: row.bytes)
     times.plot([r.bytes for r in limit], [r.limit_us for r in limit], "k--", label="memory limit")
-    bandwidths.plot([r.bytes for r in limit], [r.bandwidths(r.limit_us)[1] for r in limit], "k--", label="memory limit")
+    bandwidths.plot([r.bytes for r in limit], [r.busbw(r.limit_us) for r in limit], "k--", label="memory limit")
     crossover = _crossover(rows)
     if crossover:
         times.axvline(crossover, color="gray", linestyle=":", label="lax.psum becomes faster")
