@@ -124,6 +124,10 @@ class State:
         change = _agreed(generation, snapshot)
         writes = self._every is not None and snapshot.number % self._every == 0
         snapshot, whole = _with_others(generation, snapshot, whole_in_first=writes)
+        if self._kept is not None and len(self._snapshots) == 1:
+            # The first commit of a generation: all have restored an earlier one, and need its parts no longer. Another
+            # state, or the process that this one replaces, has commits of the same numbers.
+            self._kept.forget_parts()
         self.__dict__["_snapshots"] = [*self._snapshots, snapshot][-_KEPT:]
         if self._kept is not None:
             self._kept.write(snapshot, generation)
@@ -141,8 +145,6 @@ class State:
         if self._kept is not None and generation.layout.has_several_hosts and snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(snapshot, generation)
-        if self._kept is not None and self._made_in < 0:
-            self._kept.forget_parts()  # of another state, or of the process that this one replaces
         # Every leaf is complete here, so another process may be lost before the next commit.
         self.__dict__.update(_snapshots=[snapshot], _values=snapshot.trees(), _made_in=generation.number)
         return newcomers

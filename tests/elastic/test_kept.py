@@ -13,6 +13,7 @@ from jax_ring.elastic.kept import KeptCommits
 from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot
+from jax_ring.elastic.state import State
 from jax_ring.launcher import environment
 from jax_ring.launcher.protocol import KEPT_VARIABLE, RESTART_VARIABLE
 
@@ -137,6 +138,20 @@ def test_one_that_a_process_has_not_made_is_not_taken(files):
     assert_newest(files, 7)
     commit(files, 0, 8)
     assert_newest(files, 8)
+
+
+def test_parts_stay_until_all_have_restored(files, monkeypatch):
+    """A process in the place of one that has ended has its files: others may still need the parts in them."""
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
+    kept = KeptCommits(files, 1, parts_only=True)
+    kept.write(snapshot_of(1, 6), member(1, 3, ONE_HOST))
+    generation = Alone()
+    generation.number, generation.change_pending = 4, lambda: False
+    state = State(**values(0, divided=False))
+    state._enter(generation)
+    assert kept.owners(6, 3) == {1}
+    state.commit()
+    assert kept.owners(6, 3) == set()
 
 
 def test_parts_of_two_generations_are_not_mixed(files):
