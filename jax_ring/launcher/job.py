@@ -57,7 +57,10 @@ class Job(Shared):
             self.server.close()
             for file in self.kept:
                 os.close(file)
-        return await self._drained(outcome)
+        status = await self._drained(outcome)
+        # A signal is noted in a pipe that asyncio closes first, and Python would complain on standard error.
+        signal.set_wakeup_fd(-1)
+        return status
 
     async def _attempts(self) -> Outcome:
         slots = tuple(range(self.options.processes))

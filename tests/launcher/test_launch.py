@@ -215,6 +215,19 @@ print("created", flush=True)
     assert not os.path.exists(f"/dev/shm/{name}"), err
 
 
+def test_a_signal_that_comes_when_the_launcher_ends_is_not_mentioned(script):
+    """One that a thread takes may come so late: the system gives it to any that does not block it."""
+    change = """
+import asyncio, os, signal
+close = asyncio.SelectorEventLoop._close_self_pipe
+def close_and_signal(loop):
+    close(loop)
+    os.kill(os.getpid(), signal.SIGCHLD)
+asyncio.SelectorEventLoop._close_self_pipe = close_and_signal
+"""
+    assert run("-n", "1", script("print('done')"), command=command_with(change)) == (0, ["[0] done"], "")
+
+
 def test_signals_are_passed_on(script):
     # Not print: the signal may come before the print of the pid has returned, and Python refuses one within the other.
     handler = r"lambda *_: (os.write(1, b'interrupted\n'), sys.exit(0))"
