@@ -234,18 +234,20 @@ def _cuda_tool(name: str) -> str | None:
 
 
 # In the order in which failures tell most: the kernels alone, then queues and graphs, then memory, then processes, and
-# only then JAX. Without a GPU all modes are the same, the native tests run the code with more ranks, and JAX has the
-# CPU engine. So a dry run tries all modes with 3 ranks only, JAX with 2, and runs the tests of a file at once.
+# only then JAX. Without a GPU all modes are the same, the native tests run the code with more ranks and all types, and
+# JAX has the CPU engine. So a dry run tries all modes with 3 ranks, JAX with 2, and runs the tests of a file at once.
 PARTS = {
     "machine": Part(machine, 40),
     "first_calls": Part(first_calls, 60),
     "boundaries": Part(
         part_of_tests(
-            "test_modes.py", "not streams and not graphs", select_dry="3- or not (together or streams or graphs)"
+            "test_modes.py",
+            "not streams and not graphs",
+            select_dry="3- or not (together or streams or graphs or every_dtype) or every_dtype and (f32 or bf16 or u8)",
         ),
         120,
     ),
-    "tree": Part(part_of_tests("test_tree_order.py", select_dry="together or scattered"), 60),
+    "tree": Part(part_of_tests("test_tree_order.py", select_dry="two_shot-together or scattered"), 60),
     "streams": Part(part_of_tests("test_modes.py", "streams", not_dry="boundaries runs them"), 60),
     "graphs": Part(part_of_tests("test_modes.py", "graphs", not_dry="boundaries runs them"), 60),
     "memcheck": Part(sanitizer("memcheck"), 120),
