@@ -2,7 +2,7 @@
 
     python benchmarks/memory_at_rest.py --processes 1,2,4 --megabytes 200
 
-Each number is measured in p processes of one device: the resident memory after a step, less that of the same program
+Each number is measured in p processes of one device: the resident memory after a step, less that after the same step
 with parameters of a few bytes. It is that of the largest process, relative to the bytes of the parameters, beside what
 was to be expected: 3 for the parameters and two moments of them.
 """
@@ -41,8 +41,8 @@ def resident_bytes() -> int:
     return int(fields[0]) * 1024
 
 
-def work(mode: str, count: int) -> None:
-    """A step of training in one of the processes. Prints the bytes that it holds afterwards."""
+def bytes_held(mode: str, count: int) -> int:
+    """The memory of one of the processes after a step of training, with so many parameters."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -50,7 +50,6 @@ def work(mode: str, count: int) -> None:
 
     from jax_ring import sync_gradients, zero
 
-    jax.distributed.initialize()
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     tx = optax.adam(1e-3)
     leaves = [jax.ShapeDtypeStruct((max(count // 8, 1),), jnp.float32) for _ in range(8)]
@@ -82,12 +81,22 @@ def work(mode: str, count: int) -> None:
     carry = jax.jit(jax.shard_map(start, mesh=mesh, in_specs=(), out_specs=both))()
     stepped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=both), donate_argnums=(0, 1))
     carry = jax.block_until_ready(stepped(*carry))
-    print(f"bytes {resident_bytes()}", flush=True)
+    held = resident_bytes()
     del carry
+    return held
+
+
+def work(mode: str, count: int) -> None:
+    """Prints the bytes that one of the processes holds for so many parameters."""
+    import jax
+
+    jax.distributed.initialize()
+    without = bytes_held(mode, 0)
+    print(f"bytes {bytes_held(mode, count) - without}", flush=True)
 
 
 def measured(mode: str, processes: int, megabytes: float) -> list[int]:
-    """The bytes that each process holds."""
+    """The bytes that each process holds for the parameters."""
     command = [sys.executable, "-m", "jax_ring.launch", "-n", str(processes), __file__, "--worker", mode]
     result = subprocess.run([*command, f"--megabytes={megabytes}"], capture_output=True, text=True, check=False)
     if result.returncode:
@@ -106,8 +115,7 @@ def main() -> None:
     print("| processes | | measured | expected |\n|---|---|---|---|")
     for processes in arguments.processes:
         for mode, expected in MODES.items():
-            without = max(measured(mode, processes, 0))
-            held = max(measured(mode, processes, arguments.megabytes)) - without
+            held = max(measured(mode, processes, arguments.megabytes))
             print(f"| {processes} | {mode} | {held / size:.2f} | {expected(processes):.2f} |", flush=True)
 
 

@@ -243,7 +243,7 @@ PARTS = {
         part_of_tests(
             "test_modes.py",
             "not streams and not graphs",
-            select_dry="3- or not (together or streams or graphs or every_dtype) or every_dtype and (f32 or bf16 or u8)",
+            select_dry="3- or not (together or streams or graphs or every_dtype) or dtype and (f32 or bf16 or u8)",
         ),
         120,
     ),
