@@ -14,7 +14,7 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "any_mesh.py"
 @pytest.mark.parametrize(
     ("options", "layouts", "environment"),
     [
-        (["--dtype=float32"], "dp=1,tp=1 dp=4,tp=2,processes=2", None),
+        (["--dtype=float32"], "dp=1,tp=1 dp=4,tp=2", None),
         # With LLVM's optimizations, which could round differently.
         (["--dtype=bfloat16"], "dp=1,tp=8 dp=3,tp=1", AS_USERS_COMPILE),
         (["--dtype=float32", "--stage-3"], "dp=2,tp=3 dp=2,tp=2,processes=2", None),
