@@ -38,11 +38,11 @@ class Generation(NamedTuple):
 
 
 class Training(Job):
-    def __init__(self, trial: Trial, network: hosts.Hosts) -> None:
+    def __init__(self, trial: Trial, network: hosts.Hosts, processes: int) -> None:
         self.orders = trial.folder / "orders"
         self.orders.mkdir()
         super().__init__(
-            trial, network, PROCESSES, steps=10**9,
+            trial, network, processes, steps=10**9,
             options=("--max-restarts", "1000", "--backoff", "0", "--grace", "3"),
             script=("--pause", "0.1", "--audits", "--orders", str(self.orders)),
         )  # fmt: skip
@@ -291,7 +291,7 @@ def _round(job: Training) -> int:
     else:
         ended = "goes on"
         if lost < 2:
-            at = job.await_progress(job.every - lost * PROCESSES, began, number)
+            at = job.await_progress(job.every - lost * job.processes, began, number)
             number = max(job.generations())
         else:
             # None of the three has the others.
@@ -307,9 +307,9 @@ def _round(job: Training) -> int:
     return len(faults)
 
 
-def any_fault(trial: Trial, faults: int = FAULTS) -> Outcome:
+def any_fault(trial: Trial, faults: int = FAULTS, processes: int = PROCESSES) -> Outcome:
     """Faults of all kinds in a row; the training goes on, and ends right."""
-    with hosts.Hosts(NUM_HOSTS) as network, running(job := Training(trial, network)):
+    with hosts.Hosts(NUM_HOSTS) as network, running(job := Training(trial, network, processes)):
         done = 0
         while done < faults:
             time.sleep(trial.random.exponential(0.5))

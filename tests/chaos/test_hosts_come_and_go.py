@@ -18,6 +18,6 @@ def test_the_host_that_leads_is_cut_off():
 
 def test_a_flipped_bit_is_found_and_a_host_is_stopped_in_the_recovery():
     trial = Trial(1031)
-    trial.run(lambda trial: random_faults.any_fault(trial, faults=2))
+    trial.run(lambda trial: random_faults.any_fault(trial, faults=2, processes=1))
     assert trial.part == ("the end of a training", 0)
     assert [(name, outcome.ended) for name, outcome in trial.outcomes] == [("in a recovery", "goes on")]
