@@ -282,11 +282,12 @@ def unsharded_steps(tx, steps):
 
 
 def test_scalars_that_are_called_like_a_parameter_are_shared():
-    tx = optax.inject_hyperparams(optax.sgd)(0.1)
-    for params in (
-        {"learning_rate": np.ones(3, np.float32)},
-        np.ones(3, np.float32),
-        {"count": np.float32(1), "b": BATCH},
+    scheduled, noisy = optax.inject_hyperparams(optax.sgd)(0.1), optax.add_noise(0.1, 0.5, 0)  # has a random key
+    for tx, params in (
+        (scheduled, {"learning_rate": np.ones(3, np.float32)}),
+        (scheduled, np.ones(3, np.float32)),
+        (scheduled, {"count": np.float32(1), "b": BATCH}),
+        (noisy, {"rng_key": np.ones(3, np.float32)}),
     ):
         shared = jax.eval_shape(tx.init, params)
         assert zero.sharded_optimizer(tx, "i", layout="parameter").shares(params, 2).shared_bytes == sum(

@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import path_texts
@@ -137,20 +136,20 @@ class Plan:
             cut = piece.stop - piece.start < leaves[piece.leaf].size
             return paths[piece.leaf] + (f"[{piece.start}:{piece.stop} of {leaves[piece.leaf].size}]" if cut else "")
 
-        def num_bytes(sizes):
-            return sum(size * np.dtype(dtype).itemsize for dtype, size in sizes)
+        def num_bytes(arrays):  # random keys among them
+            return sum(x.size * x.dtype.itemsize for x in arrays)
 
-        def types(arrays):
-            return [(x.dtype, x.size) for x in arrays]
+        def vectors(sizes):
+            return [jax.ShapeDtypeStruct((size,), dtype) for dtype, size in sizes.items()]
 
-        shared_bytes = num_bytes(types(self.state.arrays[k] for k in self.shared))
+        shared_bytes = num_bytes(self.state.arrays[k] for k in self.shared)
         return Shares(
             parameters=tuple(tuple(map(name, pieces)) for pieces in ranks),
             elements=tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in ranks),
-            state_bytes=tuple(num_bytes(sizes.items()) for sizes in self.state.used),
+            state_bytes=tuple(num_bytes(vectors(sizes)) for sizes in self.state.used),
             shared_bytes=shared_bytes,
-            allocated_bytes=shared_bytes + num_bytes(self.state.sizes.items()),
-            parameter_bytes=num_bytes(types(leaves) if self.division is None else self.params.sizes.items()),
+            allocated_bytes=shared_bytes + num_bytes(vectors(self.state.sizes)),
+            parameter_bytes=num_bytes(leaves if self.division is None else vectors(self.params.sizes)),
             padding=len(ranks) * sum(self.params.sizes.values()) / max(1, sum(x.size for x in leaves)),
         )
 
