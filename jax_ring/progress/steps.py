@@ -18,6 +18,7 @@ from jax_ring.options import check_choice
 from jax_ring.progress import answers, notes, outputs
 
 OnStuck = Literal["report", "end"]
+_SMALL = 64  # elements
 _LEAVE_SECONDS = 1.0  # for programs that still run when the members of an elastic job change
 
 # Steps of all watched functions have one sequence, which processes compare.
@@ -82,6 +83,7 @@ class Watched:
         self._page = notes.page()
         self._function = self._page.begin(STEPS, seconds, on_stuck == "end", name)
         self._is_one_program = _compat.is_one_program(step)
+        self._kept: tuple[int, list[int]] = 0, []  # of so many outputs these
         _start_thread()
         answers.start(Watched.__call__.__code__)
 
@@ -99,7 +101,19 @@ class Watched:
                 page.returned(number)
             return results
         finally:  # also after an exception, which ends the step
-            _started.put((number, jax.tree.leaves(results), self._is_one_program))
+            leaves = jax.tree.leaves(results)
+            kept = self._small(leaves) if self._is_one_program else leaves
+            _started.put((number, kept, self._is_one_program))
+
+    def _small(self, leaves: list[Any]) -> list[Any]:
+        """The smallest output, and other small ones. The thread may be many steps behind, and keeps them in memory."""
+        count, kept = self._kept
+        if count != len(leaves):
+            sizes = [getattr(leaf, "size", 0) for leaf in leaves]  # without jit not all are arrays
+            by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+            kept = by_size[:1] + [i for i in by_size[1:] if sizes[i] <= _SMALL]
+            self._kept = len(leaves), kept
+        return [leaves[i] for i in kept]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

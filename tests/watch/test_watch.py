@@ -139,6 +139,21 @@ def test_the_arrays_that_are_waited_for():
         assert outputs.wait([3], of_one_program=of_one_program)
 
 
+def test_large_outputs_are_not_kept(monkeypatch):
+    """The thread may be many steps behind."""
+    go_on = threading.Event()
+    monkeypatch.setattr(outputs, "wait", lambda leaves, **kwargs: go_on.wait())
+    step = jax_ring.watch(jax.jit(lambda x: (x + 1, x[0])))
+    before, x = notes.page().read(), jnp.zeros(54_321)
+    for _ in range(3):
+        x, _ = step(x)
+    try:
+        assert [y is x for y in jax.live_arrays() if y.shape == x.shape] == [True]
+    finally:
+        go_on.set()
+    completed_after(3, before)
+
+
 def test_all_outputs_are_donated():
     """A thread finds most of them deleted. A later step tells of those before."""
     step = jax_ring.watch(jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0))
