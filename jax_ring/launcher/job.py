@@ -165,21 +165,18 @@ class Job(Shared):
         return None
 
     async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Waits for something. Raises SignalledError if a signal comes first, TimeoutError if it takes longer."""
+        """Waits for something. Raises SignalledError if a signal has come, TimeoutError if it takes longer."""
         task, signals = asyncio.create_task(waiting), asyncio.create_task(self._next_signal())
         await asyncio.wait({task, signals}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         is_done = task.done()
         task.cancel()
         signals.cancel()
         await asyncio.wait({task, signals})  # the events that it holds are queued again
-        signum = None if signals.cancelled() else signals.result()
-        if is_done:
-            if signum is not None:
-                self._signalled(signum)
-            return task.result()
-        if signum is None:
+        if not signals.cancelled():
+            raise SignalledError(signals.result())
+        if not is_done:
             raise TimeoutError
-        raise SignalledError(signum)
+        return task.result()
 
     async def _next_signal(self) -> int:
         """Waits for a signal. Other events stay queued."""

@@ -36,6 +36,7 @@ print("pid", os.getpid())
 time.sleep(60)
 """
 # Rank 0 fails when rank 1 is there, which is told to end, says so, and takes until the test has made the file "end".
+# Rank 1's pid is in "there".
 FAILS_BESIDE_A_SLOW_ONE = """
 import os, pathlib, signal, sys, time
 here = pathlib.Path(__file__).parent
@@ -45,7 +46,7 @@ if os.environ["JAX_PROCESS_ID"] == "0":
     wait_for("there")
     sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n"))
-(here / "there").touch()
+(here / "there").write_text(str(os.getpid()))
 wait_for("end")
 """
 

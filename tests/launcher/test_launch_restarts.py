@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from launches import FAILS_BESIDE_A_SLOW_ONE, command_with, run, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, assert_gone, command_with, run, start
 
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
@@ -33,16 +33,23 @@ if restart != "2": import time; time.sleep(60)
     assert "raised ValueError: bad batch; restart 2 of 2 in 0.1 s" in err
 
 
-def test_a_signal_while_a_failure_ends_the_processes_ends_the_job(script, tmp_path):
-    """It neither starts the job again nor cuts the processes' time short."""
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_signal_while_a_failure_ends_the_processes_ends_the_job(script, tmp_path, is_slow):
+    """It neither starts the job again nor cuts the processes' time short. A slow launcher sees it with their end."""
     path = script(FAILS_BESIDE_A_SLOW_ONE + "print('ended')")
     launcher = start("-n", "2", "--max-restarts", "1", "--backoff", "0", "--failure-grace", "60", path)
     assert launcher.stdout.readline() == "[1] told\n"
+    if is_slow:
+        launcher.send_signal(signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)
     (tmp_path / "end").touch()
+    if is_slow:
+        assert_gone([int((tmp_path / "there").read_text())])
+        launcher.send_signal(signal.SIGCONT)
     out, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM, err
     assert out == "[1] ended\n"
+    assert "restart 1" not in err
 
 
 @pytest.mark.parametrize(
