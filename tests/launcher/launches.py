@@ -7,6 +7,7 @@ import sys
 import time
 
 import jax_ring
+from jax_ring.launcher.processes import state_of
 
 # Background jobs of a shell ignore SIGINT, and child processes inherit that.
 _PYTHON = ["env", "--default-signal=INT,QUIT", sys.executable, "-P"]
@@ -71,14 +72,7 @@ def pids(launcher, count):
 
 def assert_gone(pids, seconds=10):
     """Asserts that all processes exit within `seconds`, or are zombies."""
-
-    def state(pid):
-        try:
-            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return "gone"
-
     deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if state(pid) not in ("gone", "Z", "X")]:
+    while left := [pid for pid in pids if state_of(pid) not in ("", "Z", "X")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)

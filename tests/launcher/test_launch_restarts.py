@@ -71,7 +71,7 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
     try:
         parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         is_service = parent == os.getppid() and b"coordinator/server.py" in (process / "cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before or while it is read
         continue
     if is_service and os.environ["JAX_RING_RESTART"] == "0":
         os.kill(int(process.name), signal.SIGKILL)
