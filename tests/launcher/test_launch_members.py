@@ -83,11 +83,15 @@ def test_a_process_that_waits_to_join_when_the_members_finish_is_not_needed(scri
         ELASTIC
         + """
 launcher.enlist(min_processes=1)
+formed = __file__ + ".formed"
 if os.environ.get("JAX_RING_JOIN"):
+    while not os.path.exists(formed):
+        time.sleep(0.01)
     launcher.next_generation(-1, "new")
 if rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 launcher.next_generation(0, "rank 1 has ended")
+open(formed, "x").close()
 while not launcher.change_pending():
     time.sleep(0.01)
 print("finished", flush=True)
@@ -146,12 +150,17 @@ def test_a_stopped_member_that_nobody_else_misses_is_killed(script):
     path = script(
         ELASTIC
         + """
+import pathlib
+first = pathlib.Path(__file__).with_name("first")
 launcher.enlist(min_processes=1)
 if number == 1: os.kill(os.getpid(), signal.SIGKILL)
 if number == 0:
     member = launcher.next_generation(0, "rank 1 has ended")
     print("members", member.num_processes, flush=True)
+    first.symlink_to(f"/proc/{os.getpid()}")
     os.kill(os.getpid(), signal.SIGSTOP)
+while number == 2 and not (first.exists() and b") T" in (first / "stat").read_bytes()):
+    time.sleep(0.01)
 member = launcher.next_generation(-1, "new")
 print("members", member.num_processes, flush=True)
 """
