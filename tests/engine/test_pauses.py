@@ -19,7 +19,7 @@ PAUSES = 4
 
 def add_until(end):
     """Loops of sums, one after the other, until the file is there."""
-    from jax_ring import ring_psum
+    from jax_ring import _ffi_cpu, ring_psum
 
     ranks = jax.device_count()
     mesh = Mesh(jax.devices(), ("i",))
@@ -32,7 +32,8 @@ def add_until(end):
         return jax.make_array_from_callback((ranks,), jax.NamedSharding(mesh, P("i")), lambda index: value)
 
     f = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))
-    x, ends = f(on_all(1), on_all(0))
+    x, ends = jax.block_until_ready(f(on_all(1), on_all(0)))
+    _ffi_cpu.set_deadline(DEADLINE)  # now that all have compiled, which takes them different times
     while not ends.addressable_data(0)[0]:
         x, ends = f(x, on_all(pathlib.Path(end).exists()))
         print("turn", flush=True)
@@ -41,12 +42,9 @@ def add_until(end):
 
 @pytest.mark.parametrize(("processes", "devices_each"), [(1, 8), (2, 1), (2, 4)])
 def test_goes_on(tmp_path, processes, devices_each):
-    environment = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
     distributed = {} if processes > 1 else None
     end = tmp_path / "end"
-    with Processes(
-        add_until, processes, devices_each, arguments=[str(end)], environment=environment, distributed=distributed
-    ) as program:
+    with Processes(add_until, processes, devices_each, arguments=[str(end)], distributed=distributed) as program:
         for process in range(processes):
             program.wait_until(process, "turn")
         for _ in range(PAUSES):
