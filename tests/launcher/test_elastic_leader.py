@@ -1,7 +1,6 @@
 """The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
 
 import asyncio
-import contextlib
 import types
 
 import pytest
@@ -139,10 +138,13 @@ def test_another_program_at_the_address_is_named(monkeypatch):
     host, said = alone(monkeypatch)
 
     async def run():
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        asked = []
+        server = await asyncio.start_server(lambda _, writer: [asked.append(writer), writer.close()], "127.0.0.1", 0)
         host._order = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(host._search(), 1)
+        search = asyncio.create_task(host._search())
+        while len(asked) < 3:
+            await asyncio.sleep(0.01)
+        search.cancel()
         server.close()
         host._server.close()
 
