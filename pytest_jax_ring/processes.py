@@ -12,23 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 
-def free_address() -> str:
-    """An address at which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 class ProcessGroup:
     """Processes numbered from 0, killed when the `with` block ends.
 
     Attributes:
       popen: by number.
+      address: for a coordination service of theirs, and no other.
     """
 
     def __init__(self) -> None:
         self.popen: list[subprocess.Popen] = []
         self._folder = tempfile.TemporaryDirectory(prefix="jax-processes-")
+        self._holder = socket.socket()
+        # The service's socket sets this option too, so it can still bind a port that is bound here without listening.
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._holder.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._holder.getsockname()[1]}"
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> None:
         """Starts a process with this one's Python.
@@ -66,6 +65,7 @@ class ProcessGroup:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
+        self._holder.close()
         self._folder.cleanup()
 
 

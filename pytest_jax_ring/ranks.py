@@ -15,7 +15,7 @@ import pytest
 
 from pytest_jax_ring import rank
 from pytest_jax_ring.faults import Fault, check_faults
-from pytest_jax_ring.processes import ProcessGroup, free_address, kill_session
+from pytest_jax_ring.processes import ProcessGroup, kill_session
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 # How long before pytest-timeout to stop: it would end this process without the stacks of the ranks.
@@ -101,7 +101,6 @@ class _Ranks(ProcessGroup):
         self._ended: dict[int, float] = {}  # when, by rank
         self._protocol = rank.load_file("protocol.py")
         self._memory = secrets.token_hex(8)
-        address = free_address()
         # The launcher's service runs in a process of its own and survives the death of any rank.
         server = rank.load_file("coordinator/server.py")
         assert server.__file__ is not None
@@ -110,17 +109,19 @@ class _Ranks(ProcessGroup):
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         assert self._service.stdin is not None
-        self._service.stdin.write(json.dumps({"address": address, "num_processes": job.num_processes}).encode() + b"\n")
+        self._service.stdin.write(
+            json.dumps({"address": self.address, "num_processes": job.num_processes}).encode() + b"\n"
+        )
         self._service.stdin.flush()
         memory = {self._protocol.MEMORY_VARIABLE: self._memory}
         try:
             for number in range(job.num_processes):
-                self._start_rank(item, number, address, {**server.without_proxy(address), **memory})
+                self._start_rank(item, number, {**server.without_proxy(self.address), **memory})
         except BaseException:
             self.__exit__()
             raise
 
-    def _start_rank(self, item: pytest.Item, number: int, address: str, variables: Mapping[str, str]) -> None:
+    def _start_rank(self, item: pytest.Item, number: int, variables: Mapping[str, str]) -> None:
         config = item.config
         task = {
             "devices": self._job.devices,
@@ -132,7 +133,7 @@ class _Ranks(ProcessGroup):
         }
         variables = {
             **variables,
-            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_ADDRESS": self.address,
             "JAX_NUM_PROCESSES": str(self._job.num_processes),
             "JAX_PROCESS_ID": str(number),
             "TF_CPP_MIN_LOG_LEVEL": "2",

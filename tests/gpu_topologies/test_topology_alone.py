@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 jax.config.update("jax_platforms", "cpu")
-jax.distributed.initialize("localhost:{port}", {processes}, {process})
+jax.distributed.initialize("{address}", {processes}, {process})
 assert jax.process_count() == 2
 client = jax._src.distributed.global_state.client
 if {process} == 1:

@@ -1,7 +1,9 @@
 """Starts `jax_ring.launch` in tests, and waits for the processes that it has started."""
 
+import contextlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +54,17 @@ wait_for("end")
 """
 
 
+@contextlib.contextmanager
+def reserved_ports(count):
+    """Ports of 127.0.0.1 for launchers, one after the other too, that no program is given which asks for any."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio's servers, which can bind it then
+            each.bind(("127.0.0.1", 0))
+        yield [each.getsockname()[1] for each in sockets]
+
+
 def start(*arguments, starter=(), command=COMMAND, **options):
     return subprocess.Popen(
         [*starter, *command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -67,7 +80,9 @@ def run(*arguments, env=None, command=COMMAND):
 
 def pids(launcher, count):
     """The pids that `count` processes of WAITS print."""
-    return [int(launcher.stdout.readline().split()[-1]) for _ in range(count)]
+    lines = [launcher.stdout.readline() for _ in range(count)]
+    assert all(lines), launcher.stderr.read()
+    return [int(line.split()[-1]) for line in lines]
 
 
 def assert_gone(pids, seconds=10):

@@ -1,7 +1,6 @@
 """Hosts that come and go, which are launchers on one host here: lost ones, joins, the next leader, and refusals."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import pathlib
@@ -13,7 +12,7 @@ import time
 import types
 
 import pytest
-from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone
+from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone, reserved_ports
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
@@ -39,15 +38,11 @@ while not (here / "end").exists():
 class Launchers:
     """Launchers whose output goes to files. Each has the ports of all, and listens at the first that is free."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, ports: list[int]) -> None:
         self.folder = folder
         self.started: list[subprocess.Popen] = []
         (folder / "script.py").write_text(SCRIPT)
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        self.addresses = [f"127.0.0.1:{port}" for port in ports]
 
     def start(self, *arguments, nnodes="1:3", processes="1", coordinators=3) -> int:
         index = len(self.started)
@@ -89,11 +84,12 @@ class Launchers:
 
 @pytest.fixture
 def launchers(tmp_path):
-    found = Launchers(tmp_path)
-    yield found
-    for launcher in found.started:
-        launcher.kill()
-        launcher.wait()
+    with reserved_ports(3) as ports:
+        found = Launchers(tmp_path, ports)
+        yield found
+        for launcher in found.started:
+            launcher.kill()
+            launcher.wait()
 
 
 def test_hosts_join_and_any_may_be_lost(launchers):

@@ -7,7 +7,7 @@ import socket
 import types
 
 import pytest
-from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, run, start
+from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved_ports, run, start
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.control_server import ControlServer
@@ -34,9 +34,7 @@ if restart == "0":
 def hosts(tmp_path):
     """Starts launchers with numbers of processes, and other arguments; kills them at the end."""
     with contextlib.ExitStack() as stack:
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))
-            port = unused.getsockname()[1]
+        (port,) = stack.enter_context(reserved_ports(1))
 
         def start_hosts(text, counts, *arguments, ranks=None):
             (tmp_path / "script.py").write_text(text)
@@ -147,12 +145,17 @@ def test_a_port_that_is_taken(script):
 @pytest.mark.parametrize(("name", "is_said"), [("127.0.0.1", False), ("localhost", False), ("127.1", True)])
 def test_a_name_that_only_this_host_knows_as_itself(script, nnodes, name, is_said):
     """127.1 stands for a name: to the resolver it is loopback, too."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"{name}:{unused.getsockname()[1]}"
-    _, _, err = run("-n", "1", "--nnodes", nnodes, "--coordinator", address, "--node-timeout", "0.2", script(""))
+    seconds, last = {"2": ("0.2", "(--node-timeout)"), "2:2": ("60", "this launcher leads")}[nnodes]
+    options = ["--nnodes", nnodes, "--node-timeout", seconds]
+    err = ""
+    with reserved_ports(1) as (port,):
+        launcher = start("-n", "1", *options, "--coordinator", f"{name}:{port}", script(""))
+        while last not in err:  # once it has listened
+            err += (line := launcher.stderr.readline())
+            assert line, err
+        launcher.kill()
+        launcher.communicate()
     assert ("listens at 127.0.0.1, which 127.1 is on this host: others cannot reach it" in err) == is_said
-    assert "(--node-timeout)" in err
 
 
 @pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"GET / HTTP/1.1\r\n"])

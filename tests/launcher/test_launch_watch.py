@@ -1,10 +1,9 @@
 """Jobs whose processes hang in XLA's collectives, in Python or because they are stopped: reported once, and ended."""
 
 import re
-import socket
 
 import pytest
-from launches import run, start
+from launches import reserved_ports, run, start
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -131,22 +130,19 @@ def test_ranks_that_wait_and_ranks_that_do_not_come(script):
 @pytest.mark.parametrize("nnodes", ["2", "2:2"])
 def test_processes_of_several_hosts(nnodes, script):
     """The launcher that leads compares all, and the other one ends those of its host that hang."""
-    with socket.socket() as one, socket.socket() as other:
-        for unused in (one, other):
-            unused.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{unused.getsockname()[1]}" for unused in (one, other)]
-    addresses = addresses[: len(nnodes.split(":"))]
-    options = ["--nnodes", nnodes, "--coordinator", ",".join(addresses), "--max-restarts", "1", "--backoff", "0"]
-    arguments = ["--failure-grace", "0.1", script(WATCHED), "8"]
-    launchers = [start("-n", "1", *options, "--node-rank", "0", *arguments)]
-    try:
-        if len(addresses) == 2:  # the first one is to have the first address
-            assert "this launcher leads" in launchers[0].stderr.readline()
-        launchers.append(start("-n", "2", *options, "--node-rank", "1", *arguments))
-        found = [launcher.communicate(timeout=200) for launcher in launchers]
-    finally:
-        for launcher in launchers:
-            launcher.kill()
+    options = ["--nnodes", nnodes, "--max-restarts", "1", "--backoff", "0", "--failure-grace", "0.1"]
+    launchers = []
+    with reserved_ports(len(nnodes.split(":"))) as ports:
+        options += ["--coordinator", ",".join(f"127.0.0.1:{port}" for port in ports)]
+        try:
+            launchers.append(start("-n", "1", *options, "--node-rank", "0", script(WATCHED), "8"))
+            if len(ports) == 2:  # the first one is to have the first address
+                assert "this launcher leads" in launchers[0].stderr.readline()
+            launchers.append(start("-n", "2", *options, "--node-rank", "1", script(WATCHED), "8"))
+            found = [launcher.communicate(timeout=200) for launcher in launchers]
+        finally:
+            for launcher in launchers:
+                launcher.kill()
     (out, err), (others_out, others_err) = found
     assert [launcher.returncode for launcher in launchers] == [0, 0], found
     assert sums(out.splitlines()) + sums(others_out.splitlines()) == ["sum 3.0"] * 3

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from launches import reserved_ports
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/elastic.md").read_text()
 NUM_HOSTS = 3
@@ -30,6 +31,13 @@ wait
 """,
     "python": f'exec {sys.executable} -P "$@"',
 }  # fmt: skip
+
+
+@pytest.fixture
+def port():
+    """Instead of the page's, at which another test's launchers may be."""
+    with reserved_ports(1) as (port,):
+        yield port
 
 
 @pytest.fixture
@@ -57,8 +65,9 @@ def assert_all_are_there(output: str) -> None:
     assert found == [(str(i), str(NUM_HOSTS), "1") for i in range(NUM_HOSTS)], output
 
 
-def test_slurm(folder):
+def test_slurm(folder, port):
     command = re.search(r"```bash fragment\n(.*?)```", section("Slurm"), re.DOTALL)[1].replace("-n 4", "-n 1")
+    command = command.replace(":29400", f":{port}")
     variables = {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nodes[1-3]", "SLURM_NNODES": str(NUM_HOSTS), "SLURM_NTASKS": "3",
     }  # fmt: skip
@@ -71,12 +80,12 @@ def test_slurm(folder):
     assert "--no-kill" in (folder / "options").read_text()
 
 
-def test_kubernetes(folder):
+def test_kubernetes(folder, port):
     manifest = section("Kubernetes")
     (command,) = re.findall(r"- >-\n\s+(exec .*?)```", manifest, re.DOTALL)
     command = " ".join(command.split()).replace("-n 4", "-n 1")
     for i, address in enumerate(ADDRESSES):
-        command = command.replace(f"train-{i}.train:", f"{address}:")
+        command = command.replace(f"train-{i}.train:29400", f"{address}:{port}")
     pods = [
         subprocess.Popen(
             ["sh", "-c", command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from job import client, job_token, segments
 from watched import Processes
 
+from jax_ring.launcher.environment import reserved_address
+
 DEADLINE = 1.5
 HANG = 120.0  # seconds, far more than a process takes on a loaded machine
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
@@ -184,7 +186,7 @@ def test_stopped_killed_and_exited_processes_are_named(tmp_path):
 # ---- Mismatched calls, and cleanup -----------------------------------------------------------------------------------
 
 
-def make_mismatched_calls(folder):
+def make_mismatched_calls(addresses):
     import watched
 
     import jax_ring
@@ -257,12 +259,11 @@ def make_mismatched_calls(folder):
 
     # After reinitialization, the processes form new groups.
     del calls, x, small, large, f
-    address, port = watched.distributed["coordinator_address"].split(":")
-    for again in (1, 2):
+    for again, address in enumerate(addresses, 1):
         jax.distributed.shutdown()
         jax.clear_caches()
         jax.extend.backend.clear_backends()
-        jax.distributed.initialize(**{**watched.distributed, "coordinator_address": f"{address}:{int(port) + again}"})
+        jax.distributed.initialize(**{**watched.distributed, "coordinator_address": address})
         whole_mesh = Mesh(np.array(jax.devices()), ("i",))
         check_total(whole_mesh)
         # With the same layout as a group that failed.
@@ -281,8 +282,12 @@ def make_mismatched_calls(folder):
     time.sleep(1000)
 
 
-def test_mismatched_calls_and_reinitialization(tmp_path):
-    with Processes(make_mismatched_calls, 2, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
+def test_mismatched_calls_and_reinitialization():
+    with (
+        reserved_address() as one,
+        reserved_address() as other,
+        Processes(make_mismatched_calls, 2, 4, arguments=[[one, other]], environment=ENVIRONMENT) as program,
+    ):
         for process in (0, 1):
             program.wait_until(process, "token")
         token = program.result(0).stdout.split("token ")[1].split()[0]

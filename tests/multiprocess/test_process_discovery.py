@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from job import client, job_token
 from watched import Processes, as_text
 
-from pytest_jax_ring.processes import free_address
+from jax_ring.launcher.environment import reserved_address
 
 
 def attributes(text: str) -> list[tuple[str, str]]:
@@ -93,8 +93,11 @@ def initialize_twice(addresses):
 
 
 def test_each_runtime_has_its_own_token():
-    addresses = [free_address() for _ in range(2)]
-    with Processes(initialize_twice, 2, arguments=[addresses], distributed=None) as program:
+    with (
+        reserved_address() as one,
+        reserved_address() as other,
+        Processes(initialize_twice, 2, arguments=[[one, other]], distributed=None) as program,
+    ):
         results = program.wait()
     assert [result.returncode for result in results] == [0, 0], as_text(results)
     here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from pytest_jax_ring import delay, kill, ranks, stop
 from pytest_jax_ring.faults import Fault, check_faults
+from pytest_jax_ring.processes import ProcessGroup
 from pytest_jax_ring.ranks import Job
 
 CONFTEST = """
@@ -298,6 +300,13 @@ def test_served(processes):
     assert "2 passed" in output
     status, output = run_tests(tests, "-k", "not 2")
     assert "1 failed" in output
+
+
+def test_no_other_program_is_given_the_address_of_the_ranks():
+    with ProcessGroup() as group, socket.socket() as other:
+        host, port = group.address.split(":")
+        with pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
 
 
 def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):

@@ -95,7 +95,7 @@ PROCESS = """
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_ring import assert_replicated
-jax.distributed.initialize("localhost:{port}", {processes}, {process})
+jax.distributed.initialize("{address}", {processes}, {process})
 sharding = NamedSharding(Mesh(jax.devices(), ("i",)), P())
 def array(of_ranks):
     copies = [jax.device_put(of_ranks[jax.devices().index(d)], d) for d in jax.local_devices()]

@@ -384,7 +384,7 @@ os.environ["JAX_RING_TIMEOUT_S"] = "3600"  # a rank that waits for one that has 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ring
-jax.distributed.initialize("localhost:{port}", {processes}, {process})
+jax.distributed.initialize("{address}", {processes}, {process})
 mesh = Mesh(jax.devices(), ("i",))
 
 def array(of_ranks):

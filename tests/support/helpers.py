@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import math
 import os
-import socket
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import override_lax, ring_psum
+from jax_ring.launcher.environment import reserved_address
 from pytest_jax_ring import plugin
 
 TARGET = "jax_ring_all_reduce"
@@ -127,13 +127,11 @@ def run_python(code: str, *, devices=8, timeout=120, **environment) -> subproces
 def run_processes(code: str, values: list[dict], *, devices: int) -> list[str]:
     """Runs a program in several processes under `jax.distributed`, and returns the stdout of each.
 
-    `code` is formatted with port, processes, process and the `values` of each process.
+    `code` is formatted with address, processes, process and the `values` of each process.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        common = {"port": free.getsockname()[1], "processes": len(values)}
-    programs = [code.format(process=i, **common, **own) for i, own in enumerate(values)]
-    with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+    with reserved_address() as address, concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+        common = {"address": address, "processes": len(values)}
+        programs = [code.format(process=i, **common, **own) for i, own in enumerate(values)]
         results = list(pool.map(lambda program: run_python(program, devices=devices), programs))
     for result in results:
         assert result.returncode == 0, result.stderr

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pytest_jax_ring.processes import ProcessGroup, free_address
+from pytest_jax_ring.processes import ProcessGroup
 
 _HERE = pathlib.Path(__file__).resolve()
 
@@ -63,7 +63,6 @@ class Processes(ProcessGroup):
     ) -> None:
         super().__init__()
         named = {} if isinstance(body, str) else {"file": inspect.getsourcefile(body), "function": body.__name__}
-        address = free_address()
         for process in range(num_processes):
             task = {
                 **(named or {"source": body}),
@@ -71,7 +70,7 @@ class Processes(ProcessGroup):
                 "devices": devices_each,
                 "initialize": distributed is not None,
                 "distributed": {
-                    "coordinator_address": address,
+                    "coordinator_address": self.address,
                     "num_processes": num_processes,
                     "process_id": process,
                     **(distributed or {}),

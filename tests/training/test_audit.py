@@ -358,7 +358,7 @@ import functools, sys
 sys.path[:0] = {path!r}
 import numpy as np
 from jax.sharding import PartitionSpec as P
-jax.distributed.initialize("localhost:{port}", {processes}, {process})
+jax.distributed.initialize("{address}", {processes}, {process})
 from test_audit import PARAMS, V, X, audited_step, drawn, error_of, masks_of
 step = audited_step(check_vma=False)
 for bad in ((), (3,)):

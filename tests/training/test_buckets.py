@@ -257,7 +257,7 @@ import sys, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from jax_ring import sync_gradients
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize("localhost:{port}", 2, {process})
+jax.distributed.initialize("{address}", 2, {process})
 def step(x):
     shape = {shape}
     return sync_gradients({{"w": jnp.full(shape, 1 + x[0])}}, "i")["w"].sum()
