@@ -69,10 +69,11 @@ def test_a_host_that_does_not_answer_is_named_at_the_deadline(capfd):
     calls.append(function_and_operand(devices, size=3_000_000))  # crosses in parts
     calls.append(partitioned_function_and_operand(devices))
     jax_ring.override_lax()
+    calls = [(f.lower(x).compile(), x) for f, x in calls]
+    pids = of_all_processes(os.getpid())  # none waits to the deadline for one that compiles
     for f, x in calls:
         for shard in f(x).addressable_shards:
             np.testing.assert_array_equal(shard.data[0], len(x))
-    pids = of_all_processes(os.getpid())
     fault_point("ready")
     wait_until_stopped(pids[1])
     errors = []
