@@ -18,7 +18,6 @@ from jax_ring.options import check_choice
 from jax_ring.progress import answers, notes, outputs
 
 OnStuck = Literal["report", "end"]
-_SMALL = 64  # elements
 _LEAVE_SECONDS = 1.0  # for programs that still run when the members of an elastic job change
 
 # Steps of all watched functions have one sequence, which processes compare.
@@ -83,7 +82,8 @@ class Watched:
         self._page = notes.page()
         self._function = self._page.begin(STEPS, seconds, on_stuck == "end", name)
         self._is_one_program = _compat.is_one_program(step)
-        self._kept: tuple[int, list[int]] = 0, []  # of so many outputs these
+        self._by_size: list[int] = []  # places of the outputs, the smallest first
+        self._num_kept = 1
         _start_thread()
         answers.start(Watched.__call__.__code__)
 
@@ -102,18 +102,18 @@ class Watched:
             return results
         finally:  # also after an exception, which ends the step
             leaves = jax.tree.leaves(results)
-            kept = self._small(leaves) if self._is_one_program else leaves
-            _started.put((number, kept, self._is_one_program))
+            _started.put((number, self._small(leaves) if self._is_one_program else leaves, self))
 
     def _small(self, leaves: list[Any]) -> list[Any]:
-        """The smallest output, and other small ones. The thread may be many steps behind, and keeps them in memory."""
-        count, kept = self._kept
-        if count != len(leaves):
+        """The smallest outputs. The thread may be many steps behind, and what it waits for stays in memory."""
+        if len(self._by_size) != len(leaves):
             sizes = [getattr(leaf, "size", 0) for leaf in leaves]  # without jit not all are arrays
-            by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
-            kept = by_size[:1] + [i for i in by_size[1:] if sizes[i] <= _SMALL]
-            self._kept = len(leaves), kept
-        return [leaves[i] for i in kept]
+            self._by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+        return [leaves[i] for i in self._by_size[: self._num_kept]]
+
+    def _note_donated(self) -> None:
+        """All of those were donated to the next step. Keeps more of them, until one is not."""
+        self._num_kept = min(2 * self._num_kept, max(1, len(self._by_size)))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -138,15 +138,17 @@ def _complete() -> None:
         if isinstance(entry, threading.Event):
             entry.set()
             continue
-        number, leaves, is_one_program = entry
+        number, leaves, watched = entry
         # What has become of a step whose outputs were donated shows by the next.
-        is_known = outputs.wait(leaves, of_one_program=is_one_program)
+        is_known = outputs.wait(leaves, of_one_program=watched._is_one_program)
         _open.pop(number, None)
         if is_known:
             last = max(last, number)
             # One that began before may not be over: the caller of this one, or another thread's.
             page.complete(number, min([last, *[each - 1 for each in list(_open)]]))
-        del entry, leaves  # they keep memory, and the backend
+        else:
+            watched._note_donated()
+        del entry, leaves, watched  # they keep memory, and the backend
 
 
 def _drop() -> None:

@@ -165,6 +165,19 @@ def test_all_outputs_are_donated():
     completed_after(300, before)
 
 
+def test_small_outputs_are_donated():
+    """Another output is waited for, though it is large."""
+    step = jax_ring.watch(jax.jit(lambda n, m: (n + 1, m + 1, jnp.arange(1000) + n), donate_argnums=(0, 1)))
+    before, n, m = notes.page().read(), jnp.zeros(()), jnp.zeros(10)
+    for _ in range(10):
+        n, m, large = step(n, m)
+        deadline = time.monotonic() + 60
+        while not large.is_ready() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    step(n, m)  # donates the last ones
+    completed_after(11, before)
+
+
 def test_no_false_alarm_and_cost(capfd, tmp_path, record_property):
     """Ten thousand steps with compilations, checkpoints and garbage collections between them."""
 
