@@ -110,9 +110,12 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
         with order_given(reduction.order):
             updates, state = separated(updated(means, state, own))
         # Parameters without a gradient keep their value.
-        updates = jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, updates, own, lacking)
-        if not is_divided:
-            updates = unflat(reduction.collectives.all_gather(updates, axis_name), params)
+        if is_divided:
+            updates = jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, updates, own, lacking)
+        else:
+            sent = {name: x for name, x in updates.items() if not lacking[name]}
+            zeros = {name: jnp.zeros(x.size * reduction.num_ranks, x.dtype) for name, x in own.items() if lacking[name]}
+            updates = unflat(zeros | reduction.collectives.all_gather(sent, axis_name), params)
         return updates, vary(state, axis_name)
 
     def specs(params):
