@@ -95,12 +95,27 @@ def test_operands_of_functions_tell_calls_apart():
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
+    "through",
+    [
+        lambda f, x: jax.jit(lambda x: f(x))(x),
+        lambda f, x: lax.fori_loop(0, 3, lambda i, x: f(x), x),
+        lambda f, x: lax.cond(x[0] > 0, f, jnp.tan, x),
+    ],
+    ids=["function", "loop", "branches"],
+)
+def test_operations_in_functions_loops_and_branches_tell_calls_apart(through):
+    assert sites(lambda x: first(through(jnp.sin, x)) + second(through(jnp.cos, x))) == [line(first), line(second)]
+    assert sites(lambda x: first(through(jnp.sin, x)) + second(through(jnp.sin, x))) == [EITHER, EITHER]
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize(
     "f",
     [
         lambda x: first(x) + second(x),
         lambda x: first(jnp.sin(x) * 2) + second(jnp.sin(x) * 2),
         lambda x: jax.jit(lambda x: first(x))(x) + jax.jit(lambda x: second(x))(x),
-        lambda x: first(jax.jit(jnp.sin)(x)) + second(jax.jit(lambda x: jnp.sin(x))(x)),
+        lambda x: first(jax.jit(jnp.sin)(x)) + second(jax.jit(lambda x: jax.jit(jnp.sin)(x))(x)),
         lambda x: jax.vmap(first)(x) + jax.vmap(second)(x),
     ],
     ids=["operand", "expressions", "functions", "operands_from_functions", "vmap"],

@@ -160,8 +160,8 @@ def only_callers(module: ir.Module) -> dict[ir.Block, ir.Operation]:
     return {functions[name].regions[0].blocks[0]: calls[0] for name, calls in callers.items() if len(calls) == 1}
 
 
-def operations_of(module: ir.Module, op_class: type[ir.OpView]) -> list[ir.Operation]:
-    """A module's operations of this class, in order."""
+def operations_of(module: ir.Module | ir.Operation, op_class: type[ir.OpView]) -> list[ir.Operation]:
+    """Operations of this class in a module or an operation, in order."""
     found: list[ir.Operation] = []
 
     def note(op) -> ir.WalkResult:

@@ -4,12 +4,12 @@ XLA merges calls with equal operands and attributes, which a line would prevent.
 equal but for lines get one attribute that names all lines. Equality is by the expressions of operands: operations,
 constants and arguments, as the compiler sees them.
 
-Arguments of a function called from several places are equal by position and type. Regions of loops and branches are
-not compared.
+Arguments of a function called from several places are equal by position and type. Loops, branches and functions are
+compared by the operations in them, without operands.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
@@ -42,7 +42,7 @@ def settle(module: ir.Module) -> None:
     unclear = [call for calls in alike.values() if len(set(map(_site, calls))) > 1 for call in calls]
     if not unclear:
         return
-    expressions = _Expressions(dataflow.only_callers(module))
+    expressions = _Expressions(module)
     equal: defaultdict[Hashable, list[ir.Operation]] = defaultdict(list)
     for call in unclear:
         equal[expressions.of_call(call)].append(call)
@@ -54,15 +54,14 @@ def settle(module: ir.Module) -> None:
 
 
 class _Expressions:
-    """Numbers for what a program computes, equal expressions alike.
+    """Numbers for what a program computes, equal expressions alike."""
 
-    callers: see `dataflow.only_callers`.
-    """
-
-    def __init__(self, callers: Mapping[ir.Block, ir.Operation]) -> None:
-        self._callers = callers
+    def __init__(self, module: ir.Module) -> None:
+        self._callers = dataflow.only_callers(module)
+        self._functions = ir.SymbolTable(module.operation)
         self._numbers = Numbers()
         self._values: dict[ir.Value, int] = {}
+        self._contents: dict[ir.Operation, frozenset[Hashable]] = {}
 
     def of_call(self, call: ir.Operation) -> Hashable:
         """Equal for calls that XLA can merge: on equal operands, in the same loops and branches."""
@@ -75,8 +74,8 @@ class _Expressions:
         return self._of_operation(call), *branches
 
     def _of_operation(self, operation: ir.Operation) -> int:
-        """An operation's number: kind, attributes, types and operands, without regions."""
-        return self._numbers[_described(operation), tuple(map(self._of_value, list(operation.operands)))]
+        """An operation's number: kind, attributes, types and operands, and what is in regions."""
+        return self._numbers[self._described(operation), tuple(map(self._of_value, list(operation.operands)))]
 
     def _of_value(self, value: ir.Value) -> int:
         pending = [] if value in self._values else [(value, *self._origin(value))]
@@ -94,7 +93,7 @@ class _Expressions:
         """What computes a value, if it is not passed on, and from which values."""
         if isinstance(value, ir.OpResult):
             operation = value.owner.operation
-            return ("result", value.result_number, _described(operation)), list(operation.operands)
+            return ("result", value.result_number, self._described(operation)), list(operation.operands)
         index, block = ir.BlockArgument(value).arg_number, ir.BlockArgument(value).owner
         if block in self._callers:
             return None, [self._callers[block].operands[index]]
@@ -102,9 +101,28 @@ class _Expressions:
         if owner.name == "sdy.manual_computation":
             return ("shard", value.type), [owner.operands[index]]
         if owner.name != "func.func":  # a loop
-            return ("argument", index, _described(owner)), list(owner.operands)
+            return ("argument", index, self._described(owner)), list(owner.operands)
         is_main = ir.StringAttr(owner.attributes["sym_name"]).value == "main"
         return ("argument", index, value.type, is_main), []
+
+    def _described(self, operation: ir.Operation) -> Hashable:
+        """Kind, attributes and types, and those of all that its regions or the called function have."""
+        within = self._numbers[self._within(operation)] if len(operation.regions) or _is_call(operation) else None
+        return _described(operation), within
+
+    def _within(self, body: ir.Operation) -> frozenset[Hashable]:
+        """Without order, and each once: XLA merges what is equal there, too. Called functions are taken apart."""
+        if _is_call(body):
+            body = self._functions[ir.FlatSymbolRefAttr(body.attributes["callee"]).value].operation
+        if body not in self._contents:
+            inner = [each for each in dataflow.operations_of(body, ir.OpView)[1:] if each.name != "func.return"]
+            own = frozenset(_described(each) for each in inner if not _is_call(each))
+            self._contents[body] = own.union(*(self._within(each) for each in inner if _is_call(each)))
+        return self._contents[body]
+
+
+def _is_call(operation: ir.Operation) -> bool:
+    return operation.name == "func.call"
 
 
 def _described(operation: ir.Operation) -> Hashable:
@@ -112,7 +130,7 @@ def _described(operation: ir.Operation) -> Hashable:
 
 
 def _attributes(operation: ir.Operation) -> tuple:
-    if operation.name == "func.call":
+    if _is_call(operation):
         return ()  # no function name: two functions may do the same
     if not _site(operation):
         return compared(operation)
