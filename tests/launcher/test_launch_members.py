@@ -258,7 +258,6 @@ if rank == "1":
     sys.exit()
 error_of(launcher.next_generation, 0, "")
 error_of(launcher.enlist, min_processes=3)
-error_of(launcher.enlist, min_processes=2, multiple_of=1)
 launcher.enlist(min_processes=1, multiple_of=4)
 error_of(launcher.enlist, min_processes=2, multiple_of=4)
 error_of(launcher.next_generation, 3, "")
@@ -273,9 +272,8 @@ error_of(launcher.next_generation, 3, "")
             "RefusedError jax_ring.launch: this job is not elastic: call enlist() first",
             "ValueError elastic.run(min_processes=3): the job has 2 processes (-n 2): start at least 3, or lower "
             "min_processes",
-            "RefusedError jax_ring.launch: enlist(multiple_of=1): 2 processes or more cannot divide 1",
-            "RefusedError jax_ring.launch: enlist(): another process gave min_processes=1, multiple_of=4; "
-            "this one 2, 4",
+            "RefusedError jax_ring.launch: elastic.run: another process has min_processes=1 and num_shards for 4 "
+            "processes; this one 2, and 4. All processes must ask for the same.",
             "RefusedError jax_ring.launch: next_generation(after=3): the generation is 0",
         )
     )

@@ -21,18 +21,12 @@ class Needs(NamedTuple):
     multiple_of: int | None  # shards, a multiple of the number of members, others are spares; None for any number
 
     def check(self, others: "Needs | None") -> None:
-        """Raises ValueError if they make no sense, or are not those of the other processes."""
-        if self.min_processes < 1:
-            raise ValueError(f"enlist(min_processes={self.min_processes}): must be at least 1")
-        if self.multiple_of is not None and self.multiple_of < self.min_processes:
-            raise ValueError(
-                f"enlist(multiple_of={self.multiple_of}): {self.min_processes} processes or more cannot divide "
-                f"{self.multiple_of}"
-            )
+        """Raises ValueError if they are not those of the other processes."""
         if others is not None and others != self:
             raise ValueError(
-                f"enlist(): another process gave min_processes={others.min_processes}, "
-                f"multiple_of={others.multiple_of}; this one {self.min_processes}, {self.multiple_of}"
+                f"elastic.run: another process has min_processes={others.min_processes} and num_shards for "
+                f"{others.multiple_of} processes; this one {self.min_processes}, and {self.multiple_of}. All processes "
+                "must ask for the same."
             )
 
 
