@@ -29,6 +29,8 @@ logger = logging.getLogger("jax_ring")
 # process.
 _MAX_FRUITLESS = 3
 
+_is_called = False  # an elastic function, in a job
+
 
 def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[Callable], Callable]:
     """A decorator for a training function that goes on when processes of the job are lost or added.
@@ -92,7 +94,7 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
     """The connection to the launcher, in a job that is elastic from now on; None for a single process.
 
     Raises:
-      RuntimeError: without a launcher, or before `jax.distributed.initialize()`.
+      RuntimeError: without a launcher, before `jax.distributed.initialize()`, or for a second call.
       ValueError: if a process's ranks do not divide `num_shards`, or this or `-n` is too small for `min_processes`.
     """
     if not os.environ.get(CONTROL_VARIABLE):
@@ -118,6 +120,13 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
                 f"elastic.run: num_shards={num_shards} is less than the number of devices of min_processes="
                 f"{min_processes} processes, each with {each}. Pass more shards, or a smaller min_processes."
             )
+    global _is_called
+    if _is_called:
+        raise RuntimeError(
+            "elastic.run: this program has called an elastic function before, and a job has one call: a process "
+            "that joins runs the script from its beginning. Do all of the training in one function, with one State."
+        )
+    _is_called = True
     control = Control.connect()
     control.enlist(min_processes=min_processes, multiple_of=multiple_of)
     return control

@@ -63,6 +63,17 @@ def test_too_few_shards_for_the_processes(monkeypatch):
         train(elastic.State(step=0))
 
 
+def test_a_job_has_one_call(monkeypatch):
+    """A second one found the keys of the first in the coordination service, and failed in all processes."""
+    monkeypatch.setattr(loop, "_is_called", False)
+    monkeypatch.setenv("JAX_RING_CONTROL", "@none")
+    monkeypatch.setenv("JAX_RING_LAUNCHED", "0")
+    monkeypatch.setenv("JAX_RING_JOIN", "1")
+    for error in (r"the launcher at \S+=@none does not answer", r"elastic\.run: this program has called"):
+        with pytest.raises(RuntimeError, match=error):
+            elastic.run()(lambda state: None)(elastic.State(step=0))
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
 def test_copies(copied):
     state = elastic.State(params={"w": 1}, step=0)
