@@ -27,12 +27,12 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
 
     Args:
       x: an array, or a pytree of arrays. Integers and booleans have float means; floats keep their dtype.
-      weight: a real scalar, not negative; zeros on all ranks give NaN.
+      weight: a real scalar, or an array that broadcasts to those of `x`; not negative. Zeros on all ranks give NaN.
       axis_name: as for `ring_psum`.
       impl: "ring" or "lax", as for `sync_gradients`.
 
     Raises:
-      ValueError: for a constant `weight` of zero or less.
+      ValueError: for a constant `weight` of zero or less, or one of a larger shape than `x`.
       TypeError: for a `weight` that is no real number.
       Others: as `ring_psum`.
     """
@@ -41,6 +41,13 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     weight = _checked(weight)
     check_arrays("weighted_pmean", "x", x)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    for leaf in leaves:
+        pairs = zip(weight.shape[::-1], leaf.shape[::-1], strict=False)
+        if weight.ndim > leaf.ndim or any(size not in (1, of_leaf) for size, of_leaf in pairs):
+            raise ValueError(
+                f"weighted_pmean: weight has shape {weight.shape}, which does not broadcast to {leaf.shape} of x. Pass "
+                "the sum of a mask: the number of examples of this rank."
+            )
     dtypes = [_accumulator(leaf.dtype, weight.dtype) for leaf in leaves]
     # All leaves share one sum of weights.
     weight = weight.astype(promoted(jnp.float32, *map(_real, dtypes)))

@@ -174,3 +174,11 @@ def test_constant_weights_that_have_no_mean(weight, error, message, check_vma):
     f = sharded(lambda x: weighted_pmean(x, weight, "i"), mesh=MESH, out_specs=P(), check_vma=check_vma)
     with pytest.raises(error, match=f"weighted_pmean: {message}"):
         f(X)
+
+
+def test_weights_of_each_element():
+    x, w = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+    np.testing.assert_allclose(mean(x, w), np.average(x, weights=w, axis=0), rtol=1e-6)
+    for shape, value in (((4, 2), x[:, 0]), ((4, 3), x), ((4, 1, 2), x)):
+        with pytest.raises(ValueError, match=r"weight has shape \([\d, ]+\), which does not broadcast"):
+            mean(value, np.ones(shape, np.float32))
