@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     numbers = options.several(options.count)
     parser.add_argument("--processes", type=numbers, default="1,2,4", help="numbers of processes, separated by commas")
-    parser.add_argument("--megabytes", type=float, default=200, help="bytes of the parameters, in 10^6")
+    parser.add_argument("--megabytes", type=options.positive, default=200, help="bytes of the parameters, in 10^6")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,5 +1,6 @@
 """Records what the examples print, for their pages: docs/record.py [NAME ...], from the repository's root."""
 
+import argparse
 import os
 import pathlib
 import re
@@ -48,5 +49,10 @@ def record(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or COMMANDS:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(COMMANDS)}; without one all")
+    names = parser.parse_args().names or [*COMMANDS]
+    if unknown := [name for name in names if name not in COMMANDS]:
+        parser.error(f"no example {', '.join(unknown)}")
+    for each in names:
         record(each)

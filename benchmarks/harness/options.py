@@ -34,6 +34,7 @@ def _is_of_whole_bytes(dtype: str) -> bool:
 
 count = _type("a whole number from 1 on", int, lambda number: number > 0)
 size = _type("a number of bytes, as 64, 4K, 1.5M or 1G", _bytes, lambda number: number > 0)
+positive = _type("a number above 0", float, lambda number: 0 < number < float("inf"))
 seconds = _type("a number of seconds above 0", float, lambda number: 0 < number < 1e6)
 dtype = _type("a dtype of real numbers, as float32, bfloat16 or int32", str, _is_of_whole_bytes)
 file = _type("a file in a folder that is there", str, lambda path: pathlib.Path(path).parent.is_dir())

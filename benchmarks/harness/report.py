@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -212,6 +213,9 @@ def written_to(path: str | None, machine: dict) -> Iterator[list]:
     rows: list = []
     try:
         yield rows
+    except KeyboardInterrupt:
+        print(f"interrupted; {len(rows)} rows are {f'in {path}' if path else 'lost'}", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         if path and rows:
             write_rows(path, [dataclasses.asdict(row) if isinstance(row, Row) else row for row in rows], machine)

@@ -13,6 +13,8 @@ import numpy as np
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent))  # running a folder puts only the folder on the path
 
+from harness import options
+
 from jax_ring.schedule import ALGORITHMS, run
 from model import claims, cost, draw, fit, plots, published, simulator, topology
 
@@ -23,14 +25,14 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, algorithm in ALGORITHMS.items():
         command = commands.add_parser(name, help=(algorithm.__doc__ or "").split(".\n")[0])
-        command.add_argument("--ranks", type=int, default=4)
-        command.add_argument("--pieces", type=int, help="number of pieces of the message, for pipelined algorithms")
-        command.add_argument("--ranks-per-host", type=int, default=2, help="for two_level")
+        command.add_argument("--ranks", type=options.count, default=4)
+        command.add_argument("--pieces", type=options.count, help="of the message, for pipelined algorithms")
+        command.add_argument("--ranks-per-host", type=options.count, default=2, help="for two_level")
         command.add_argument("--draw", metavar="FILE", help="a diagram of ranks and time (.svg, .png, .pdf)")
         command.add_argument("--animate", metavar="FILE.gif", help="an animation of the chunks as they move")
     simulate = commands.add_parser("simulate", help="the time of an all-reduce on a topology")
     simulate.add_argument("algorithm", choices=sorted(simulator.PHASES))
-    simulate.add_argument("--ranks", type=int, default=8)
+    simulate.add_argument("--ranks", type=options.count, default=8)
     simulate.add_argument("--bytes", type=float, default=2**30, help="message size of each rank")
     simulate.add_argument("--jitter", type=float, default=0.0, metavar="SECONDS", help="mean random delay of each hop")
     simulate.add_argument("--stragglers", type=int, default=0, help="number of ranks at half speed")
@@ -115,4 +117,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    command_line = parser()
+    arguments = command_line.parse_args()
+    try:
+        main(arguments)
+    except (ValueError, OSError) as error:
+        command_line.error(str(error))

@@ -42,9 +42,14 @@ def read(
     """Reads measurements from files of `benchmarks/allreduce.py --json`. Repeated cases are reduced to their median.
 
     Raises:
-      ValueError: if the files have no such measurement.
+      ValueError: if the files have no such measurement, or are others.
     """
-    rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
+    rows = []
+    for path in paths:
+        try:
+            rows += json.loads(Path(path).read_text())["rows"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no file of benchmarks/allreduce.py --json") from error
     return select(rows, implementation=implementation, dtype=dtype, figure=figure)
 
 

@@ -1,7 +1,6 @@
 """The benchmarks run, and their results are correct. Measured times are not tested."""
 
 import argparse
-import contextlib
 import csv
 import importlib.util
 import json
@@ -59,6 +58,7 @@ def test_allreduce(tmp_path):
     [
         (options.count, {"3": 3}, ("0", "-1", "x", "1.5", "")),
         (options.size, {"64": 64, "4k": 4096, "1.5M": 3 << 19}, ("4X", "abc", "0", "", "-4K", "nan", "inf")),
+        (options.positive, {"0.5": 0.5}, ("0", "nan", "inf")),
         (options.seconds, {"0.5": 0.5}, ("0", "nan", "inf", "x")),
         (options.dtype, {"float8_e4m3fn": "float8_e4m3fn"}, ("foo", "bool", "complex64", "int4", "")),
         (options.file, {"rows.json": "rows.json"}, ("/nonexistent/rows.json",)),
@@ -81,6 +81,8 @@ def test_wrong_values_of_options(kind, right, wrong):
             2,
             "allreduce.py: error: argument --sizes: '4X' is not a number of bytes, as 64, 4K",
         ),
+        ("model fit nofile.json", 2, "model: error: [Errno 2] No such file or directory: 'nofile.json'"),
+        ("../docs/record.py nothing", 2, "record.py: error: no example nothing"),
         ("draw_speedup.py --help", 0, "usage: draw_speedup.py"),
         ("run_all.sh --help", 0, "  benchmarks/run_all.sh NAME [RUNS]"),
     ],
@@ -88,7 +90,7 @@ def test_wrong_values_of_options(kind, right, wrong):
 def test_command_lines(command, status, text, tmp_path):
     """They say what is wrong, or what they take, and write nothing."""
     script, *arguments = command.split()
-    program = sys.executable if script.endswith(".py") else "bash"
+    program = "bash" if script.endswith(".sh") else sys.executable
     result = subprocess.run(
         [program, str(BENCHMARKS / script), *arguments],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
@@ -99,11 +101,17 @@ def test_command_lines(command, status, text, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_outlive_an_interrupt(tmp_path):
+def test_rows_outlive_an_interrupt(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    with contextlib.suppress(KeyboardInterrupt), report.written_to(str(path), {"cpu": "x"}) as rows:
-        rows.append({"bytes": 4})
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with report.written_to(str(path), {"cpu": "x"}) as rows:
+            rows.append({"bytes": 4})
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        interrupted()
+    assert capsys.readouterr().err == f"interrupted; 1 rows are in {path}\n"
     assert json.loads(path.read_text())["rows"] == [{"bytes": 4}]
 
 

@@ -160,5 +160,7 @@ def test_the_model_predicts_held_out_device_counts():
 def test_fit_needs_measurements():
     with pytest.raises(ValueError, match="the measurements have no in_loop of nobody in float32"):
         fit.read(MEASURED.glob("allreduce-p2-1.json"), implementation="nobody")
+    with pytest.raises(ValueError, match=r"is no file of benchmarks/allreduce\.py --json"):
+        fit.read([__file__])
     with pytest.raises(ValueError, match="got 1 measurements, at least 5"):
         fit.fit([fit.Measurement(2, 4, 1e-6)])
