@@ -254,6 +254,11 @@ def with_weak_type(abstract_eval: Callable, aval, **params):
     return out.update(weak_type=aval.weak_type), effects
 
 
+def weakly_typed(x: np.ndarray) -> jax.Array:
+    """An array of a weak type."""
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def axes_of_permutation(axes: tuple, mesh) -> tuple:
     """The axes of a ppermute in JAX's order of ranks. Raises JAX's RuntimeError."""
     if not all(axis in mesh.axis_names for axis in axes):

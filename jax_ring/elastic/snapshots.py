@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_ring import _compat
 from jax_ring.options import path_texts
 
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
@@ -17,10 +18,10 @@ Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 @dataclasses.dataclass(frozen=True)  # not a tuple: JAX would treat it as a tree
 class Key:
-    """Random keys: bits, and generator."""
+    """What numpy has no type for: random keys, as bits and their generator, or with None values of a weak type."""
 
     bits: Any
-    impl: str
+    impl: str | None
 
 
 class Divided(NamedTuple):
@@ -218,11 +219,11 @@ def _copied(leaf: Any, process: int, num_processes: int) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             bits = _copied(jax.random.key_data(leaf), process, num_processes)
             return Key(bits, str(jax.random.key_impl(leaf)))
-        if leaf.is_fully_addressable:
-            return np.array(leaf)
-        if leaf.is_fully_replicated:
-            return np.array(leaf.addressable_data(0))
-        return Divided.of(leaf, process, num_processes)
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            array: Any = np.array(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
+        else:
+            array = Divided.of(leaf, process, num_processes)
+        return Key(array, None) if leaf.weak_type else array
     return np.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else copy.deepcopy(leaf)
 
 
@@ -232,5 +233,5 @@ class Lost:
 
 def _for_user(leaf: Any) -> Any:
     if isinstance(leaf, Key):
-        return jax.random.wrap_key_data(leaf.bits, impl=leaf.impl)
+        return jax.random.wrap_key_data(leaf.bits, impl=leaf.impl) if leaf.impl else _compat.weakly_typed(leaf.bits)
     return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)

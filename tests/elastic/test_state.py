@@ -178,7 +178,8 @@ def test_two_commits_are_kept():
 def test_checkpoints(tmp_path):
     def new_state(**more):
         params = {"w": jnp.zeros(2, jnp.bfloat16), "b": np.zeros((), np.int32)}
-        return elastic.State(directory=str(tmp_path), every=2, params=params, key=jax.random.key(0), step=0, **more)
+        others = {"key": jax.random.key(0), "scale": jnp.asarray(1.0), "step": 0, **more}
+        return elastic.State(directory=str(tmp_path), every=2, params=params, **others)
 
     @elastic.run()
     def train(state, steps):
@@ -186,6 +187,8 @@ def test_checkpoints(tmp_path):
         while state.step < steps:
             state.step += 1
             state.key = jax.random.fold_in(state.key, state.step)
+            assert (state.params["w"] * state.scale).dtype == jnp.bfloat16  # the scale is of a weak type
+            state.scale = 2.0 * state.scale
             state.params = {"w": jnp.full(2, state.step / 2, jnp.bfloat16), "b": np.int32(state.step)}
             state.commit()
         return began
@@ -197,6 +200,7 @@ def test_checkpoints(tmp_path):
     assert state.params["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), [2.5, 2.5])
     np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(first.key))
+    assert (state.scale, state.scale.weak_type) == (32, True)
     with pytest.raises(ValueError, match=r"of another state\. The leaves that only one of them has are \[\"\['more'\]"):
         train(new_state(more=1), 5)
 
