@@ -167,7 +167,9 @@ def _loop(
                     f"{count} processes with {jax.device_count()} devices do not suit min_processes={min_processes}, "
                     f"num_shards={num_shards}"
                 )
-            return train()
+            result = train()
+            state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
+            return result
         except BaseException as error:
             reason = failures.why_left(error)
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:

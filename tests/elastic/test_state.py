@@ -107,6 +107,8 @@ def test_without_a_launcher_a_single_process_calls_the_function():
         return state.step
 
     assert train(state, 2.0, offset=1.0) == 3
+    with pytest.raises(RuntimeError, match="not inside a function"):
+        state.commit()
     np.testing.assert_array_equal(state.params["w"], [7, 15, 23])
     assert state.params["name"] == "a"
     assert state.params["nothing"] is None
