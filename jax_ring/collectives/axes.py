@@ -90,9 +90,11 @@ def _refuse_repeated(function: str, axes: tuple) -> None:
 def _check_axes(function: str, axes: tuple, named: tuple) -> None:
     bound = _compat.bound_axis_sizes()
     for axis in named:
-        if axis not in bound:
+        # An array is not hashable.
+        is_other = isinstance(axis, jax.Array | jax.sharding.PartitionSpec | jax.sharding.Mesh | jax.sharding.Sharding)
+        if is_other or axis not in bound:
             known = ", ".join(repr(name) for name in bound) or "none"
-            if isinstance(axis, jax.sharding.PartitionSpec | jax.sharding.Mesh | jax.sharding.Sharding):
+            if is_other:
                 raise NameError(
                     f"{function}: axis_name must be the name of an axis, not a {type(axis).__name__}, got {axis!r}; "
                     f"the axes bound here: {known}"

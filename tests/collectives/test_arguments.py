@@ -397,6 +397,11 @@ def test_what_has_an_axis_and_is_none(axis):
             run(call)
 
 
+def test_arguments_in_the_wrong_order():
+    with pytest.raises(NameError, match=r"^ring_psum: axis_name must be the name of an axis, not a \w*Tracer"):
+        run(lambda x: jax_ring.ring_psum("i", x))
+
+
 def test_means_are_taken_in_any_case():
     with pytest.raises(
         TypeError, match=r"value_and_grad\(\) has no argument 'mean'.*sync_gradients\(..., mean=False\)"
