@@ -89,16 +89,15 @@ def _refuse_repeated(function: str, axes: tuple) -> None:
 
 def _check_axes(function: str, axes: tuple, named: tuple) -> None:
     bound = _compat.bound_axis_sizes()
+    known = ", ".join(repr(name) for name in bound) or "none"
     for axis in named:
-        # An array is not hashable.
-        is_other = isinstance(axis, jax.Array | jax.sharding.PartitionSpec | jax.sharding.Mesh | jax.sharding.Sharding)
-        if is_other or axis not in bound:
-            known = ", ".join(repr(name) for name in bound) or "none"
-            if is_other:
-                raise NameError(
-                    f"{function}: axis_name must be the name of an axis, not a {type(axis).__name__}, got {axis!r}; "
-                    f"the axes bound here: {known}"
-                )
+        is_array = isinstance(axis, jax.Array)  # not hashable
+        if is_array or isinstance(axis, jax.sharding.PartitionSpec | jax.sharding.Mesh | jax.sharding.Sharding):
+            raise (TypeError if is_array else NameError)(
+                f"{function}: axis_name must be the name of an axis, not a {type(axis).__name__}, got {axis!r}; "
+                f"the axes bound here: {known}"
+            )
+        if axis not in bound:
             raise NameError(
                 f"{function}: unbound axis name {axis!r}; the axes bound here: {known}. Call it under jax.shard_map, "
                 "jax.vmap or jax.pmap with an axis of that name."

@@ -398,7 +398,7 @@ def test_what_has_an_axis_and_is_none(axis):
 
 
 def test_arguments_in_the_wrong_order():
-    with pytest.raises(NameError, match=r"^ring_psum: axis_name must be the name of an axis, not a \w*Tracer"):
+    with pytest.raises(TypeError, match=r"^ring_psum: axis_name must be the name of an axis, not a \w*Tracer"):
         run(lambda x: jax_ring.ring_psum("i", x))
 
 
