@@ -13,7 +13,7 @@ from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Outcome, Remote, Shared
-from jax_ring.launcher.watching.page import Page
+from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
 from jax_ring.launcher.watching.watcher import Watcher
 
 # After this long, a message says what the launcher waits for.
@@ -97,10 +97,14 @@ class Attempt:
     def _start(self, slot: int, rank: int, joins: bool = False) -> Process:
         number, kept = next(self._shared.numbers), self._shared.kept
         page = Page.new(-1 if joins else 0)  # one that joins is no member yet
-        variables = environment.variables(
-            self._options, self._plan, slot=slot, rank=rank, number=number, socket_name=self._shared.server.name,
-            memory=self._memory, kept=kept, page=page.file, joins=joins,
-        )  # fmt: skip
+        own = {
+            protocol.CONTROL_VARIABLE: self._shared.server.name,
+            protocol.PROCESS_VARIABLE: str(number),
+            protocol.MEMORY_VARIABLE: self._memory,
+            protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
+            PAGE_VARIABLE: str(page.file),
+        }
+        variables = environment.variables(self._options, self._plan, own, slot=slot, rank=rank, joins=joins)
         try:
             process = Process(self._options, number, slot, rank, page, variables, kept)
         except OSError:

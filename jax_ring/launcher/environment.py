@@ -5,13 +5,12 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
-from jax_ring.launcher.watching.page import VARIABLE
 
 
 def joined(host: str, port: int) -> str:
@@ -63,35 +62,24 @@ class Plan(NamedTuple):
 def variables(
     options: Options,
     plan: Plan,
+    own: Mapping[str, str],
     *,
     slot: int,
     rank: int,
-    number: int,
-    socket_name: str,
-    memory: str,
-    kept: Sequence[int],
-    page: int,
     joins: bool = False,
     outer: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """A process's whole environment.
 
-    memory: the prefix of names of shared memory. joins: whether it takes the place of another process of an elastic
-    job. outer: the environment of the launcher.
+    own: variables for this process alone. joins: whether it takes the place of another process of an elastic job.
+    outer: the environment of the launcher.
     """
     result = dict(outer)
     for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):
         result.pop(name, None)
     result |= protocol.Member(0, plan.coordinator, plan.num_processes, rank).variables()
     result |= without_proxy(plan.coordinator, outer)
-    result |= {
-        protocol.CONTROL_VARIABLE: socket_name,
-        protocol.PROCESS_VARIABLE: str(number),
-        protocol.MEMORY_VARIABLE: memory,
-        protocol.RESTART_VARIABLE: str(plan.restart),
-        protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *kept))),
-        VARIABLE: str(page),
-    }
+    result |= {protocol.RESTART_VARIABLE: str(plan.restart), **own}
     if options.watch is not None:
         result[protocol.WATCH_VARIABLE] = "1"
     if plan.hosts:

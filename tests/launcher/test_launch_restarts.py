@@ -262,12 +262,6 @@ def test_modules(script, tmp_path, monkeypatch):
     assert out == [f"[0] __main__ {tmp_path.name} ['-n', 'x'] {tmp_path.parent}"]
 
 
-# What `environment.variables` is told of the second process.
-OF_A_PROCESS = {
-    "slot": 1, "rank": 1, "number": 7, "socket_name": "@inner", "memory": "", "kept": (), "page": 3,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("outer", "devices", "expected"),
     [
@@ -282,9 +276,8 @@ OF_A_PROCESS = {
 )
 def test_devices_of_nested_launches(outer, devices, expected):
     outer = outer | {protocol.JOIN_VARIABLE: "1"}
-    found = environment.variables(
-        Options((), devices=devices), Plan(0, (0, 1), 0, 2, "127.0.0.1:1"), **OF_A_PROCESS, outer=outer
-    )
+    own, plan = {protocol.CONTROL_VARIABLE: "@inner"}, Plan(0, (0, 1), 0, 2, "127.0.0.1:1")
+    found = environment.variables(Options((), devices=devices), plan, own, slot=1, rank=1, outer=outer)
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
     assert protocol.JOIN_VARIABLE not in found
@@ -302,7 +295,7 @@ def test_devices_of_nested_launches(outer, devices, expected):
 )
 def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
     assert without_proxy("[::1]:80", outer) == expected
-    found = environment.variables(Options(()), Plan(0, (0, 1), 0, 2, "[::1]:80"), **OF_A_PROCESS, outer=outer)
+    found = environment.variables(Options(()), Plan(0, (0, 1), 0, 2, "[::1]:80"), {}, slot=1, rank=1, outer=outer)
     assert {name: found.get(name) for name in expected} == expected
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jax_ring.launcher.watching.comparison import Comparison, Verdict
-from jax_ring.launcher.watching.page import EXECUTIONS, RECENT, SIZE, STEPS, VARIABLE, Notes, Page
+from jax_ring.launcher.watching.page import EXECUTIONS, PAGE_VARIABLE, RECENT, SIZE, STEPS, Notes, Page
 
 LIMIT = 3.0
 
@@ -125,15 +125,15 @@ def test_a_page(page):
 
 
 def test_whose_page_it_is(page, monkeypatch, tmp_path):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PAGE_VARIABLE, raising=False)
     assert Page.of_launcher() is None
-    monkeypatch.setenv(VARIABLE, str(page.file))
+    monkeypatch.setenv(PAGE_VARIABLE, str(page.file))
     for _ in range(2):
         assert Page.of_launcher().file == page.file
-    monkeypatch.setenv(VARIABLE, f"{page.file}:{os.getppid()}")  # this process was forked
+    monkeypatch.setenv(PAGE_VARIABLE, f"{page.file}:{os.getppid()}")  # this process was forked
     assert Page.of_launcher() is None
     with open(tmp_path / "other", "w") as other:
-        monkeypatch.setenv(VARIABLE, str(other.fileno()))
+        monkeypatch.setenv(PAGE_VARIABLE, str(other.fileno()))
         assert Page.of_launcher() is None
 
 

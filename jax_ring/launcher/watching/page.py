@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 NAME = "jax_ring_steps"  # names the file
 STACKS_SIGNAL = signal.SIGRTMAX - 7  # one that programs have no use for
-VARIABLE = "JAX_RING_STEPS"  # the file's descriptor in the process, and the process that has taken it
+PAGE_VARIABLE = "JAX_RING_STEPS"  # the file's descriptor in the process, and the process that has taken it
 _MAX_SECONDS = 1e9  # of a limit, as nanoseconds in a word
 RECENT = 112  # steps whose times are kept
 
@@ -73,13 +73,13 @@ class Page:
     @classmethod
     def of_launcher(cls) -> "Page | None":
         """That of this process; None without a launcher."""
-        given, _, owner = os.environ.get(VARIABLE, "").partition(":")
+        given, _, owner = os.environ.get(PAGE_VARIABLE, "").partition(":")
         if not given or owner not in ("", str(os.getpid())):  # of the parent of a forked process
             return None
         try:
             # A program started by a process of the launcher inherits the variable, but not the file.
             if os.readlink(f"/proc/self/fd/{given}").startswith(f"/memfd:{NAME}"):
-                os.environ[VARIABLE] = f"{given}:{os.getpid()}"
+                os.environ[PAGE_VARIABLE] = f"{given}:{os.getpid()}"
                 return cls(int(given))
         except OSError:
             pass
