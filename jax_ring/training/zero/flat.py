@@ -83,25 +83,10 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
     def init(params):
         return vary(tx.init(own_of(params)), axis_name)
 
-    def means_of(gradients, params):
-        """The rank's part of the means, of dtype float0 where there are no gradients."""
-        if not is_divided:
-            return LocalGradients.of(gradients, params, reduction).parts(params, stage=stage)
-        if has_shards(gradients):
-            check_same_tree("gradients", gradients, params, likes="shards")
-            return gradients
-        if is_single(params):
-            return ShardedParams(LocalGradients.of(gradients, params.like, reduction).parts(params.like), params.shapes)
-        raise ValueError(
-            "sharded_optimizer: the shards are several ShardedParams, in a tree or stacked, so the gradients have "
-            "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
-            "ShardedParams of all parameters."
-        )
-
     def update(gradients, state, params):
         own = own_of(params)
         check_state(tx, state, own)
-        means = means_of(gradients, params)
+        means = _means(gradients, params, stage, reduction)
         lacking = jax.tree.map(is_float0, means)
         means = jax.tree.map(lambda x, own: jnp.zeros_like(own) if is_float0(x) else x, means, own)
         # On one rank no collective keeps the compiler from fusing the update with the code before it. In stage 3
@@ -142,6 +127,22 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
 
     optimizer = ShardedOptimizer(init, update, specs, repartition, unsharded)
     return optimizer._replace(shard=shard, gather=gather, param_specs=param_specs) if is_divided else optimizer
+
+
+def _means(gradients: Any, params: Any, stage: Stage, reduction: Reduction) -> Any:
+    """The rank's part of the means, of dtype float0 where there are no gradients."""
+    if stage != 3:
+        return LocalGradients.of(gradients, params, reduction).parts(params, stage=stage)
+    if has_shards(gradients):
+        check_same_tree("gradients", gradients, params, likes="shards")
+        return gradients
+    if is_single(params):
+        return ShardedParams(LocalGradients.of(gradients, params.like, reduction).parts(params.like), params.shapes)
+    raise ValueError(
+        "sharded_optimizer: the shards are several ShardedParams, in a tree or stacked, so the gradients have "
+        "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
+        "ShardedParams of all parameters."
+    )
 
 
 def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
