@@ -126,9 +126,9 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
             "elastic.run: this program has called an elastic function before, and a job has one call: a process "
             "that joins runs the script from its beginning. Do all of the training in one function, with one State."
         )
-    _is_called = True
     control = Control.connect()
     control.enlist(min_processes=min_processes, multiple_of=multiple_of)
+    _is_called = True
     return control
 
 
