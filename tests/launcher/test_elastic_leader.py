@@ -142,7 +142,7 @@ def test_another_program_at_the_address_is_named(monkeypatch):
         server = await asyncio.start_server(lambda _, writer: [asked.append(writer), writer.close()], "127.0.0.1", 0)
         host._order = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]
         search = asyncio.create_task(host._search())
-        while len(asked) < 3:
+        while len(asked) < 3 and not search.done():
             await asyncio.sleep(0.01)
         search.cancel()
         server.close()
