@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.elastic.snapshots import Key, Snapshot, array_of
+from jax_ring.elastic.snapshots import Snapshot, Typed, array_of
 from jax_ring.options import path_texts
 
 _KEPT = 2
@@ -39,7 +39,9 @@ class Checkpoints:
             if not isinstance(array, np.ndarray):
                 others[path] = leaf
                 continue
-            more: dict[str, Any] = {"random keys of": leaf.impl} if isinstance(leaf, Key) else {}
+            more: dict[str, Any] = {}
+            if isinstance(leaf, Typed):
+                more = {"random keys of": leaf.key_impl} if leaf.key_impl else {"weak type": True}
             if array.size:
                 arrays[path] = array
             else:  # orbax writes none
@@ -111,4 +113,5 @@ def _leaf(array: Any, other: Any) -> Any:
     if array is None:
         return other
     array = np.asarray(array)
-    return Key(array, described["random keys of"]) if "random keys of" in described else array
+    impl = described.get("random keys of")
+    return Typed(array, impl) if impl or "weak type" in described else array

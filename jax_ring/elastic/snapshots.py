@@ -17,11 +17,11 @@ Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
 
 @dataclasses.dataclass(frozen=True)  # not a tuple: JAX would treat it as a tree
-class Key:
-    """What numpy has no type for: random keys, as bits and their generator, or with None values of a weak type."""
+class Typed:
+    """An array whose type numpy has not: the bits of random keys, or values of a weak type."""
 
-    bits: Any
-    impl: str | None
+    array: Any
+    key_impl: str | None  # the generator; None for a weak type
 
 
 class Divided(NamedTuple):
@@ -79,7 +79,7 @@ class Snapshot(NamedTuple):
 
     number: int  # of earlier commits
     structure: Any  # that of the dictionary of trees
-    leaves: list[Any]  # arrays of numpy, `Divided`, `Key`s of either, and copies of anything else
+    leaves: list[Any]  # arrays of numpy, `Divided`, `Typed` with either, and copies of anything else
     num_processes: int  # over which leaves are divided
     held: tuple[int, ...] | None  # the processes whose parts are here; None if no leaf is divided
 
@@ -197,11 +197,11 @@ class Have(NamedTuple):
 
 def array_of(leaf: Any) -> Any:
     """The array of a leaf, or the leaf."""
-    return leaf.bits if isinstance(leaf, Key) else leaf
+    return leaf.array if isinstance(leaf, Typed) else leaf
 
 
 def with_array(leaf: Any, array: Any) -> Any:
-    return dataclasses.replace(leaf, bits=array) if isinstance(leaf, Key) else array
+    return dataclasses.replace(leaf, array=array) if isinstance(leaf, Typed) else array
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -218,12 +218,12 @@ def _copied(leaf: Any, process: int, num_processes: int) -> Any:
     if isinstance(leaf, jax.Array):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             bits = _copied(jax.random.key_data(leaf), process, num_processes)
-            return Key(bits, str(jax.random.key_impl(leaf)))
+            return Typed(bits, str(jax.random.key_impl(leaf)))
         if leaf.is_fully_addressable or leaf.is_fully_replicated:
             array: Any = np.array(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
         else:
             array = Divided.of(leaf, process, num_processes)
-        return Key(array, None) if leaf.weak_type else array
+        return Typed(array, None) if leaf.weak_type else array
     return np.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else copy.deepcopy(leaf)
 
 
@@ -232,6 +232,7 @@ class Lost:
 
 
 def _for_user(leaf: Any) -> Any:
-    if isinstance(leaf, Key):
-        return jax.random.wrap_key_data(leaf.bits, impl=leaf.impl) if leaf.impl else _compat.weakly_typed(leaf.bits)
+    if isinstance(leaf, Typed):
+        impl = leaf.key_impl
+        return jax.random.wrap_key_data(leaf.array, impl=impl) if impl else _compat.weakly_typed(leaf.array)
     return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
