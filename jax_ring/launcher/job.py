@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jax_ring.launcher import environment, events
@@ -15,7 +16,7 @@ from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.failures import Failure
-from jax_ring.launcher.output import Output
+from jax_ring.launcher.output import Output, leave_signals_to_main_thread
 from jax_ring.launcher.shared import Outcome, Remote, Shared, stopped_by
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -130,6 +131,7 @@ class Job(Shared):
 
     def _receive_signals(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_main_thread))  # it looks up names
         # Not asyncio's subprocesses: they end only when their pipes are closed, and descendants may hold the pipes
         # open.
         loop.add_signal_handler(signal.SIGCHLD, self._reap)

@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import select
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import IO, TextIO
@@ -20,6 +21,11 @@ _LINE_BYTES = 1 << 20
 _ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
 # A \r at the end of the data may be the first half of \r\n.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+def leave_signals_to_main_thread() -> None:
+    """For other threads: one that is preempted before it has noted a signal lets the launcher see later ones first."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class Writer:
@@ -57,6 +63,7 @@ class Writer:
         self._queue.put((file, None))
 
     def _run(self) -> None:
+        leave_signals_to_main_thread()
         broken: set[int] = set()
         while True:
             file, data = self._queue.get()

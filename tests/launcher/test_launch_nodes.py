@@ -158,6 +158,25 @@ def test_a_name_that_only_this_host_knows_as_itself(script, nnodes, name, is_sai
     assert ("listens at 127.0.0.1, which 127.1 is on this host: others cannot reach it" in err) == is_said
 
 
+def test_signals_are_the_main_thread_s(script):
+    """Another one that is preempted before it has noted a signal would let the launcher see later ones first."""
+    path = script(
+        """
+import os, pathlib, signal
+threads = list(pathlib.Path(f"/proc/{os.getppid()}/task").iterdir())
+for thread in [*threads]:
+    blocked = next(line for line in (thread / "status").read_text().splitlines() if line.startswith("SigBlk:"))
+    if int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+        threads.remove(thread)
+print([int(thread.name) for thread in threads] == [os.getppid()])
+"""
+    )
+    with reserved_ports(1) as (port,):  # a name is looked up by a thread
+        options = ["-n", "1", "--nnodes", "2", "--coordinator", f"localhost:{port}", path]
+        launchers = [start("--node-rank", str(rank), *options) for rank in range(2)]
+        assert [end[:2] for end in ends(launchers)] == [(0, [f"[{rank}] True"]) for rank in range(2)]
+
+
 @pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"GET / HTTP/1.1\r\n"])
 def test_a_stranger_at_a_port(line):
     """Neither the launchers of other hosts nor a process has sent it."""
