@@ -215,7 +215,7 @@ f = skipped_by([5])
 for _ in range(8):
     _ffi_cpu.set_deadline(0.2)
     text, _ = error_of(f, x)
-    assert "rank 5" in text
+    assert "5 (mesh position 5)" in text  # on a busy machine others may be late as well
     _ffi_cpu.set_deadline(60)
     check_health()
 """

@@ -101,6 +101,8 @@ def wait_for(path) -> None:
 
 def fail_in_turn(folder):
     """Process 0 only runs JAX's coordinator, because no process survives that. Processes 1, 2 and 3 fail in turn."""
+    from jax_ring import _ffi_cpu
+
     folder, me = pathlib.Path(folder), jax.process_index()
     by_process = {device.process_index: device for device in jax.devices()}
     whole_mesh, reverse, two = (
@@ -112,9 +114,11 @@ def fail_in_turn(folder):
         wait_for(folder / "end")
         return
     check_total(whole_mesh)
+    x = values(whole_mesh)
+    add = compiled_together(mapped(total, whole_mesh), whole_mesh, x)
     print("ready", flush=True)
     wait_for(folder / "stopped" if me != 3 else folder / "continued")
-    error = error_of(mapped(total, whole_mesh), values(whole_mesh))
+    error = error_of(add, x)
     # A later call in a failed group does not wait: it has the error of the first, which names that one's operand.
     later = error_of(mapped(total, whole_mesh), values(whole_mesh, (5,)))
     assert "ring_psum of float32[1,3]" in later.partition("Last calls")[0], later
@@ -130,8 +134,8 @@ def fail_in_turn(folder):
         assert blame_of(error) == ("stopped", 3, 2), error
     print("resumed", flush=True)
     check_total(reverse)  # a new group, with its own memory
-    add = mapped(total, reverse)
     x = values(reverse)
+    add = compiled_together(mapped(total, reverse), reverse, x)
     if me == 1:
         while True:
             add(x).block_until_ready()
@@ -149,6 +153,7 @@ def fail_in_turn(folder):
         wait_for(folder / "leave")
         sys.exit(0)
     print("survived", flush=True)
+    _ffi_cpu.set_deadline(HANG)  # it hears of the exit at once, whenever that comes
     error = error_of(mapped(total, two), values(two))
     assert "Process 3 (rank 1) has exited." in error, error
     assert blame_of(error) == ("left", 3, 1), error
@@ -270,7 +275,8 @@ def make_mismatched_calls(addresses):
         check_total(Mesh([jax.local_devices(process_index=0)[0], jax.local_devices(process_index=1)[0]], ("i",)))
         if again == 1:
             # What was compiled before fails at once.
-            add, x = mapped(total, whole_mesh), values(whole_mesh)
+            x = values(whole_mesh)
+            add = compiled_together(mapped(total, whole_mesh), whole_mesh, x)
             jax.block_until_ready(add(x))
             jax_ring._ffi_cpu.reset_groups()
             assert "it has left for another set of processes." in error_of(add, x)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import merged
-from test_failures import DEADLINE, error_of
+from test_failures import DEADLINE, compiled_together, error_of
 from test_same_host import put, rows
 
 from jax_ring import ShardSums, _ffi_cpu, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
@@ -113,14 +113,17 @@ def test_different_numbers_of_shards_never_meet():
     def total(x, num_shards):
         return ring_psum(ShardSums(x, num_shards, (x.dtype,)), "i", order="tree")
 
-    def call(num_shards):
-        mesh = Mesh(np.array(jax.devices()), ("i",))
-        mapped = jax.shard_map(lambda x: total(x, num_shards), mesh=mesh, in_specs=P("i"), out_specs=P())
-        return jax.jit(mapped)(put(mesh, np.asarray(terms)))
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    operand = put(mesh, np.asarray(terms))
 
-    for row in rows(call(24)).values():
+    def program(num_shards):
+        mapped = jax.shard_map(lambda x: total(x, num_shards), mesh=mesh, in_specs=P("i"), out_specs=P())
+        return compiled_together(jax.jit(mapped), mesh, operand)
+
+    for row in rows(program(24)(operand)).values():
         np.testing.assert_array_equal(row, 2 * jax.device_count())
-    _ffi_cpu.set_deadline(DEADLINE)  # now that both have called it, however long each has compiled
     # Both have two terms on each rank.
-    error = error_of(call, (24, 48)[jax.process_index()])
+    other = program((24, 48)[jax.process_index()])
+    _ffi_cpu.set_deadline(DEADLINE)  # now that both have called one and compiled the other
+    error = error_of(other, operand)
     assert "All processes must make the same calls" in error or "Every process must make the same calls" in error, error

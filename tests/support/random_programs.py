@@ -41,11 +41,11 @@ class Program(NamedTuple):
 
 
 def soak(seed: int, num_rounds: int, folder: str) -> None:
-    """Prints "began", the outcome and the number of calls, then waits for the parent before it exits."""
+    """Prints "began", the outcome, and numbers of calls before both, then waits for the parent before it exits."""
     shared, own = np.random.default_rng(seed), np.random.default_rng([seed, jax.process_index()])
     programs = [program for _ in range(PROGRAMS) if (program := make_program(shared, own))]
     num_calls, before, outcome = 0, None, "done"
-    print(f"token {job_token()}\nbegan", flush=True)
+    print(f"token {job_token()}\ncalls 0\nbegan", flush=True)
     try:
         for number in range(num_rounds):
             # All processes choose the same programs. A process without a rank in one of them skips it.

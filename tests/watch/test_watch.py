@@ -230,7 +230,6 @@ def calls_another(x):
     in_python(0)
     time.sleep(x)
 
-on_device(np.float32(0)).block_until_ready()
 {calls}
 print("goes on")
 """
@@ -238,10 +237,19 @@ print("goes on")
 
 def test_a_step_that_hangs():
     """Without a launcher a process reports its own, and goes on, or ends."""
-    calls = "in_python(2.0)\non_device(np.float32(2)).block_until_ready()\nin_python(0)\ncalls_another(2.0)"
+    calls = """
+on_device(np.float32(0)).block_until_ready()
+in_python(2.0)
+on_device(np.float32(2)).block_until_ready()
+in_python(0)
+calls_another(2.0)
+"""
     result = run_python(HANGS.format(on_stuck="report", calls=calls))
     assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr
-    first, second, third = re.split(r"(?=jax_ring: rank)", result.stderr)[-3:]
+    # On a busy machine another step may take that long as well.
+    texts = re.split(r"(?=jax_ring: rank)", result.stderr)[1:]
+    reports = {re.search(r"not completed step (\d)", text)[1]: text for text in texts}
+    first, second, third = (reports[step] for step in "235")
     assert "rank 0 has not completed step 2 (in_python) within 0.4 s (jax_ring.watch)" in first
     assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in in_python\n", first, re.DOTALL), first
     assert "rank 0 has not completed step 3 (on_device) within 0.4 s" in second
@@ -251,4 +259,4 @@ def test_a_step_that_hangs():
     assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in calls_another\n", third, re.DOTALL), third
     result = run_python(HANGS.format(on_stuck="end", calls="in_python(60)"))
     assert (result.returncode, result.stdout) == (1, ""), result.stderr
-    assert "rank 0 has not completed step 2 (in_python)" in result.stderr
+    assert "rank 0 has not completed step 1 (in_python)" in result.stderr
