@@ -5,7 +5,6 @@ In stage 3 the parameters are divided as their state is.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,8 +56,6 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
     `tx` gets the parts in a dictionary by dtype, in stage 3 as the shards that they are.
     """
     axis_name, is_divided = reduction.axis_name, stage == 3
-    separated = fence if reduction.is_tree else lambda tree: tree
-    updated = partial(each_rounded, tx.update) if reduction.is_tree else tx.update
     check = ElementwiseCheck(tx, axis_name, reduction.order)
     check.outside()
 
@@ -88,20 +85,10 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
         check_state(tx, state, own)
         means = _means(gradients, params, stage, reduction)
         lacking = jax.tree.map(is_float0, means)
-        means = jax.tree.map(lambda x, own: jnp.zeros_like(own) if is_float0(x) else x, means, own)
-        # On one rank no collective keeps the compiler from fusing the update with the code before it. In stage 3
-        # nothing ever keeps it from fusing apply_updates.
-        means, own = separated((means, own))
-        with order_given(reduction.order):
-            updates, state = separated(updated(means, state, own))
-        # Parameters without a gradient keep their value.
+        updates, state = _updated(tx, _or_zeros(means, own, lacking), state, own, reduction)
         if is_divided:
-            updates = jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, updates, own, lacking)
-        else:
-            sent = {name: x for name, x in updates.items() if not lacking[name]}
-            zeros = {name: jnp.zeros(x.size * reduction.num_ranks, x.dtype) for name, x in own.items() if lacking[name]}
-            updates = unflat(zeros | reduction.collectives.all_gather(sent, axis_name), params)
-        return updates, vary(state, axis_name)
+            return _or_zeros(updates, own, lacking), vary(state, axis_name)
+        return _from_all_ranks(updates, own, lacking, params, reduction), vary(state, axis_name)
 
     def specs(params):
         check.outside(params)
@@ -119,11 +106,7 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
 
     def unsharded(state, params):
         whole = repartition(state, params, 1)
-        whole = whole[0] if is_divided else whole
-        of_shards = jax.eval_shape(tx.init, _unpadded(params))
-        return map_sharded(
-            ShardedParams.whole, jax.tree.unflatten(jax.tree.structure(of_shards), jax.tree.leaves(whole))
-        )
+        return _unsharded(whole[0] if is_divided else whole, jax.eval_shape(tx.init, _unpadded(params)))
 
     optimizer = ShardedOptimizer(init, update, specs, repartition, unsharded)
     return optimizer._replace(shard=shard, gather=gather, param_specs=param_specs) if is_divided else optimizer
@@ -143,6 +126,29 @@ def _means(gradients: Any, params: Any, stage: Stage, reduction: Reduction) -> A
         "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
         "ShardedParams of all parameters."
     )
+
+
+def _or_zeros(tree: Any, own: Any, lacking: Any) -> Any:
+    """Zeros where a rank's own parameters have no gradients."""
+    return jax.tree.map(lambda x, own, lacks: jnp.zeros_like(own) if lacks else x, tree, own, lacking)
+
+
+def _updated(tx: optax.GradientTransformation, means: Any, state: Any, own: Any, reduction: Reduction) -> Any:
+    """What `tx` makes of the rank's part."""
+    with order_given(reduction.order):
+        if not reduction.is_tree:
+            return tx.update(means, state, own)
+        # On one rank no collective keeps the compiler from fusing the update with the code before it. In stage 3
+        # nothing ever keeps it from fusing apply_updates.
+        means, own = fence((means, own))
+        return fence(each_rounded(tx.update, means, state, own))
+
+
+def _from_all_ranks(updates: Any, own: Any, lacking: Any, params: Any, reduction: Reduction) -> Any:
+    """The updates of whole parameters, from all ranks' parts; parameters without gradients keep their value."""
+    sent = {name: x for name, x in updates.items() if not lacking[name]}
+    zeros = {name: jnp.zeros(x.size * reduction.num_ranks, x.dtype) for name, x in own.items() if lacking[name]}
+    return unflat(zeros | reduction.collectives.all_gather(sent, reduction.axis_name), params)
 
 
 def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
@@ -194,6 +200,11 @@ def repartitioned(state: Any, like: Any, multiple: int) -> Any:
 
     check_same_structure("state", state, like, likes="state that init makes here")
     return jax.tree_util.tree_map_with_path(cut_and_fill, like, on_all_devices(state))
+
+
+def _unsharded(state: Any, of_shards: Any) -> Any:
+    """A state of whole parameters, from one without zeros at its end, given what it is of shards."""
+    return map_sharded(ShardedParams.whole, jax.tree.unflatten(jax.tree.structure(of_shards), jax.tree.leaves(state)))
 
 
 def _specs(types: Any, axis_name: AxisName) -> Any:
