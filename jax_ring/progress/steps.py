@@ -22,6 +22,7 @@ _LEAVE_SECONDS = 1.0  # for programs that still run when the members of an elast
 
 # Steps of all watched functions have one sequence, which processes compare.
 _numbers = itertools.count(1)
+_beginning = threading.RLock()  # the page has the number of the last one
 _started: queue.SimpleQueue = queue.SimpleQueue()  # steps for the thread
 _open: dict[int, bool] = {}  # steps that the thread has not been through, and whether their functions have returned
 
@@ -90,17 +91,18 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _compat.is_tracing() or notes.is_child():
             return self._step(*args, **kwargs)
-        number = next(_numbers)
         page, results = self._page, None
-        _open[number] = False
-        page.start(number, self._function)
+        with _beginning:
+            number = next(_numbers)
+            _open[number] = False
+            page.start(number, self._function)
         try:
             results = self._step(*args, **kwargs)
+            return results
+        finally:  # also after an exception, which ends the step
             _open[number] = True
             if all(list(_open.values())):
                 page.returned(number)
-            return results
-        finally:  # also after an exception, which ends the step
             leaves = jax.tree.leaves(results)
             _started.put((number, self._small(leaves) if self._is_one_program else leaves, self))
 

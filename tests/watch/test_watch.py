@@ -98,6 +98,29 @@ def test_a_step_is_complete_once_those_before_are():
     thread.join()
 
 
+def test_steps_of_two_threads_are_noted_in_the_order_of_their_numbers(monkeypatch):
+    """A hang of the later one would not be reported if the earlier one could be noted after it."""
+    first_starts, second_has = threading.Event(), threading.Event()
+    start = notes.page().start
+
+    def started(number, function):
+        if not first_starts.is_set():
+            first_starts.set()
+            second_has.wait(0.2)  # in vain: the second one has to wait
+        start(number, function)
+
+    monkeypatch.setattr(notes.page(), "start", started)
+    before = notes.page().read()
+    step = jax_ring.watch(lambda: None)
+    first = threading.Thread(target=step)
+    first.start()
+    first_starts.wait()
+    step()
+    second_has.set()
+    first.join()
+    assert completed_after(2, before).started == before.started + 2
+
+
 def test_compilations_are_noted():
     seen = []
 
