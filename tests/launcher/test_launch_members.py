@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from launches import assert_gone, pids, run, start
+from launches import assert_gone, command_with, pids, run, start
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
@@ -243,6 +243,39 @@ os._exit(0)
     status, out, err = run("-n", "3", path, env=env)
     assert status == 0, err
     assert out == ["[0] 2 0 2", "[2] 2 1 2"]
+
+
+def test_a_spare_that_ends_while_the_generation_is_being_formed(script):
+    """The launcher had it as one that waits, and failed with a KeyError."""
+    path = script(
+        ELASTIC
+        + """
+import pathlib
+launcher.enlist(min_processes=1, multiple_of=2)
+if rank == "3": os.kill(os.getpid(), signal.SIGKILL)
+if rank == "2": pathlib.Path(__file__).with_name("spare").symlink_to(f"/proc/{os.getpid()}")
+member = launcher.next_generation(0, "rank 3 has ended")
+print("members", member.num_processes, flush=True)
+"""
+    )
+    # A service takes until the spare has ended and the launcher has noted it.
+    slow = f"""
+import asyncio, os, signal
+from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.elastic.members import Membership
+service_started, ended = Service.started, Membership.ended
+noted = asyncio.Event()
+async def started(self):
+    pid = int(os.readlink({str(pathlib.Path(path).with_name("spare"))!r}).rpartition("/")[2])
+    if not noted.is_set():
+        os.kill(pid, signal.SIGKILL)
+        Membership.ended = lambda *arguments: (ended(*arguments), noted.set())
+    await noted.wait()
+    return await service_started(self)
+Service.started = started
+"""
+    status, out, err = run("-n", "4", path, command=command_with(slow))
+    assert (status, out) == (0, ["[0] members 2", "[1] members 2"]), err
 
 
 def test_what_is_refused(script):

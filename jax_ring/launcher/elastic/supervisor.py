@@ -230,13 +230,13 @@ class Elastic:
         return found if process.status is None else {}
 
     async def _form(self, formation: Formation) -> None:
-        """Starts a service and tells the members, unless one has ended."""
+        """Starts a service and tells the members, unless a process has ended meanwhile."""
         membership = self._membership
         service, self._ready = self._ready, Service(self._shared.output)
         address = self._addresses.enter_context(reserved_address())
         service.begin(address, len(formation.members))
         is_started = await service.started()
-        if not is_started or any(number not in membership.waiting for number in formation.members):
+        if not is_started or not membership.waiting.keys() >= {*formation.members, *formation.spares}:
             service.end()
             if not is_started:
                 self._log("the coordination service of the next generation could not be started; trying again")
