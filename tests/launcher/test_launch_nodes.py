@@ -10,10 +10,12 @@ import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved_ports, run, start
 
 from jax_ring.launcher import events, protocol
+from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job, SignalledError
-from jax_ring.launcher.multi_host.links import Link
+from jax_ring.launcher.multi_host.hosts import FirstHost
+from jax_ring.launcher.multi_host.links import Hub, Link
 
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
@@ -162,13 +164,15 @@ def test_signals_are_the_main_thread_s(script):
     """Another one that is preempted before it has noted a signal would let the launcher see later ones first."""
     path = script(
         """
-import os, pathlib, signal
-threads = list(pathlib.Path(f"/proc/{os.getppid()}/task").iterdir())
-for thread in [*threads]:
+import os, pathlib, signal, time
+def blocks(thread):
     blocked = next(line for line in (thread / "status").read_text().splitlines() if line.startswith("SigBlk:"))
-    if int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
-        threads.remove(thread)
-print([int(thread.name) for thread in threads] == [os.getppid()])
+    return int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1
+threads = list(pathlib.Path(f"/proc/{os.getppid()}/task").iterdir())
+(main,) = [thread for thread in threads if thread.name == str(os.getppid())]
+while blocks(main):
+    time.sleep(0.01)  # while it starts a process
+print([thread for thread in threads if not blocks(thread)] == [main])
 """
     )
     with reserved_ports(1) as (port,):  # a name is looked up by a thread
@@ -195,6 +199,30 @@ def test_a_stranger_at_a_port(line):
         await writer.wait_closed()
         server.close()
         return asked
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_host_that_goes_while_the_last_one_comes_is_waited_for(monkeypatch):
+    """The job would start without it."""
+    job = FirstHost(Options((), nnodes=3, coordinators=(("127.0.0.1", 1),)))
+    hub = job._hub = Hub(3, job.queue)
+    comings = [{1: None, 2: None}, {1: None}, {1: None, 2: None}]
+
+    async def gathered():
+        hub.guests = comings.pop()
+        if comings:
+            asyncio.get_running_loop().call_soon(lambda: setattr(hub, "guests", comings.pop()))
+
+    async def attempt(*_):
+        return hub.missing()
+
+    monkeypatch.setattr(hub, "gathered", gathered)
+    monkeypatch.setattr(job, "_lead_attempt", attempt)
+
+    async def scenario():
+        hub.guests = {}
+        return await job._try(0, (0,))
 
     assert asyncio.run(scenario()) == []
 
