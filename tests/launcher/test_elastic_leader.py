@@ -95,6 +95,22 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("answer", [{"accepted": 1}, None])
+def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
+    async def run():
+        job = Job()
+        links = [await job.comes(name) for name in "bc"]
+        agreed = asyncio.create_task(job.leader.agree(hosts := job.leader.hosts()))
+        links[0].messages.put_nowait({"accepted": 1})
+        await asyncio.sleep(0.05)
+        assert not agreed.done()
+        links[1].messages.put_nowait(answer)
+        assert await agreed == (answer and Group(1, hosts))
+        assert list(job.leader.guests) == ["b", "c"][: 2 if answer else 1]
+
+    asyncio.run(run())
+
+
 def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
     async def run():
         job = Job()

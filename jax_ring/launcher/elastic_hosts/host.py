@@ -188,7 +188,7 @@ class ElasticHost(Job):
                 self._since = time.monotonic()
                 enough_since = enough_since or now
                 waited = time.monotonic() - enough_since
-                if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts, self._regroup)):
+                if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts)):
                     return group
             else:
                 enough_since = None

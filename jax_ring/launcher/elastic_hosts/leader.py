@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,22 +150,17 @@ class Leader(Leads):
         is_enough = sum(host.processes for host in hosts) >= min_processes
         return hosts if is_enough and len(hosts) >= self._options.min_nodes else ()
 
-    async def agree(self, hosts: tuple[Host, ...], seconds: float) -> Group | None:
-        """Proposes a group to all hosts that are here; None if one has not accepted, and is dropped."""
+    async def agree(self, hosts: tuple[Host, ...]) -> Group | None:
+        """Proposes a group to all hosts that are here; None if one is lost before it has accepted."""
         group = Group(self._register.next_number(), hosts)
         self._register.learn(self._register.started, [group])
         asked, known = list(self.guests.values()), self._register.groups
         for guest in asked:
             guest.link.send({"propose": group})
-        until = time.monotonic() + seconds
         while missing := [guest for guest in asked if guest.accepted != group.number]:
-            is_here = all(self.guests.get(guest.host.id) is guest for guest in missing)
-            if not is_here or time.monotonic() > until:
-                for guest in missing:
-                    guest.link.abort()
-                    self._lose(guest)
+            if any(self.guests.get(guest.host.id) is not guest for guest in missing):
                 return None
-            await self.next_change(0.2)
+            await self.next_change()
         if known != self._register.groups:
             return None  # a host has come that knows of another group
         self._register.learn(group, [])
