@@ -35,7 +35,7 @@ def command_with(change):
 WAITS = """
 import os, signal, sys, time
 {}
-print("pid", os.getpid())
+os.write(1, b"pid %d\\n" % os.getpid())  # in one write
 time.sleep(60)
 """
 # Rank 0 fails when rank 1 is there, which is told to end, says so, and takes until the test has made the file "end".

@@ -135,9 +135,8 @@ def test_a_stopped_launcher_does_not_go_on_by_itself(launchers):
 
 
 def test_one_of_two_does_not_go_on_when_the_other_is_silent(launchers):
-    options = ("--heartbeat-timeout", "2", "--node-timeout", "4")
-    a = launchers.start(*options, nnodes="1:2")
-    b = launchers.start(*options, nnodes="1:2")
+    a = launchers.start("--heartbeat-timeout", "2", nnodes="1:2")
+    b = launchers.start("--heartbeat-timeout", "2", "--node-timeout", "4", nnodes="1:2")
     pid = launchers.await_process(b, 1, 2, "0,1")
     launchers.started[a].send_signal(signal.SIGSTOP)
     assert launchers.status(b) == 1

