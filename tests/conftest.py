@@ -1,6 +1,7 @@
 """Devices, time limits, tiers and command-line options for all tests."""
 
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import os
@@ -31,6 +32,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # What JAX traces has few cycles and many objects, so that looking for them takes 8 % of the time.
+    gc.set_threshold(20_000)
     # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
     for marker, meaning in tiers.MARKERS.items():

@@ -14,7 +14,7 @@ from watched import Processes, as_text
 
 DEADLINE = 2.0
 PAUSE = 1.3 * DEADLINE
-PAUSES = 4
+PAUSES = 2
 
 
 def add_until(end):

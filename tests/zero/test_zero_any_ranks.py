@@ -147,9 +147,7 @@ def test_within_a_loop_of_whole_steps():
         found = jax.device_get(steps(start(PARAMS), PARAMS, batches))
         return {k: (params, optimizers[k].unsharded(state, params)) for k, (params, state) in found.items()}
 
-    expected = run(3)
-    for ranks in (2, 8):
-        assert_same_bits(run(ranks), expected)
+    assert_same_bits(run(8), run(3))
 
 
 @pytest.mark.parametrize("way", ["flat_2_clipped", "parameter_1_clipped"])

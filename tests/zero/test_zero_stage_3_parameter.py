@@ -38,7 +38,6 @@ TX = {
     "adamw": optax.chain(CLIPPED, optax.adamw(1e-2, mask=matrices)),
     # float32 updates of bfloat16 parameters, too
     "sgd": optax.chain(optax.sgd(0.1, momentum=0.9), optax.stateless(widened)),
-    "adam": optax.adam(1e-2),
 }
 
 
