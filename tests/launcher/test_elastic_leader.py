@@ -142,6 +142,26 @@ def test_enough_hosts_wait_for_more_as_long_as_they_may(monkeypatch):
     assert asyncio.run(host._lead()) == Outcome(0), said
 
 
+def test_the_others_have_time_when_a_host_is_lost_before_it_agrees(monkeypatch):
+    """Which may take longer than they wait for hosts."""
+    host, _ = alone(monkeypatch, node_timeout=10.0, join_timeout=0.0)
+    host._own = host._own._replace(address="localhost:1")
+
+    async def agree(hosts):
+        host._since -= 100
+
+    async def next_change(seconds):
+        raise LookupError
+
+    host._leader = types.SimpleNamespace(
+        hosts=lambda: (host._own,), is_enough=lambda gone: True, agree=agree, next_change=next_change, guests={},
+        group=None,
+    )  # fmt: skip
+    with pytest.raises(LookupError):
+        asyncio.run(host._formed(host._leader))
+    assert host._left() > 5
+
+
 def test_a_spare_has_time_to_find_the_next_leader(monkeypatch):
     host, _ = alone(monkeypatch, node_timeout=10.0)
     host._since -= 100

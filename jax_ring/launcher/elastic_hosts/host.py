@@ -188,8 +188,10 @@ class ElasticHost(Job):
                 self._since = time.monotonic()
                 enough_since = enough_since or now
                 waited = time.monotonic() - enough_since
-                if self._is_time(leader, hosts, waited) and (group := await leader.agree(hosts)):
-                    return group
+                if self._is_time(leader, hosts, waited):
+                    if group := await leader.agree(hosts):
+                        return group
+                    self._since = time.monotonic()  # there were enough until one was lost
             else:
                 enough_since = None
                 if not self._left():

@@ -38,8 +38,10 @@ class FirstHost(Job):
     async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
         options = self.options
         try:
-            while self._hub.missing():  # one may go again while this is told of the last one
+            while True:
                 await self._unless_signalled(self._hub.gathered(), options.node_timeout)
+                if not self._hub.missing():  # one may have gone again before this goes on
+                    break
         except TimeoutError:
             missing = ", ".join(map(str, self._hub.missing()))
             self.output.log(f"failed: hosts {missing} are not there after {options.node_timeout:g} s (--node-timeout)")
