@@ -32,7 +32,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # What JAX traces has few cycles and many objects, so that looking for them takes 8 % of the time.
+    # What JAX traces has few cycles and many objects, so that looking for them takes 5 to 8 % of the time.
     gc.set_threshold(20_000)
     # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
     faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)

@@ -170,7 +170,8 @@ def blocks(thread):
     return int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1
 threads = list(pathlib.Path(f"/proc/{os.getppid()}/task").iterdir())
 (main,) = [thread for thread in threads if thread.name == str(os.getppid())]
-while blocks(main):
+until = time.monotonic() + 30
+while blocks(main) and time.monotonic() < until:
     time.sleep(0.01)  # while it starts a process
 print([thread for thread in threads if not blocks(thread)] == [main])
 """
