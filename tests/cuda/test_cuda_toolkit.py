@@ -25,11 +25,11 @@ def configure(tmp_path):
         nvcc.chmod(0o755)
         script = tmp_path / "script.cmake"
         script.write_text(
-            f"cmake_minimum_required(VERSION 3.20)\ninclude({TOOLKIT})\n"
-            f"jax_ring_nvcc_version({nvcc} version why_not)\n"
+            f'cmake_minimum_required(VERSION 3.20)\ninclude("{TOOLKIT}")\n'
+            f'jax_ring_nvcc_version("{nvcc}" version why_not)\n'
             'message("version [${version}] ${why_not}")\n'
             f'set(architectures "{named}")\n'
-            f"jax_ring_cuda_architectures({nvcc} architectures)\n"
+            f'jax_ring_cuda_architectures("{nvcc}" architectures)\n'
             'message("architectures [${architectures}]")\n'
         )
         done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=False)
