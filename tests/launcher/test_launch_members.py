@@ -1,13 +1,12 @@
 """Elastic jobs as the launcher sees them: who is a member of which generation. No process here imports JAX."""
 
-import os
 import pathlib
 import re
 import signal
 import socket
 
 import pytest
-from launches import assert_gone, command_with, pids, run, start
+from launches import assert_gone, command_with, run, start
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
@@ -313,15 +312,26 @@ error_of(launcher.next_generation, 3, "")
 
 
 def test_processes_end_with_a_killed_launcher_and_leave_no_socket(script):
-    path = script(ELASTIC + "launcher.enlist(min_processes=1)\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    path = script(
+        ELASTIC
+        + """
+launcher.enlist(min_processes=1)
+print(os.environ[control.CONTROL_VARIABLE], os.getpid(), flush=True)
+time.sleep(60)
+"""
+    )
     launcher = start("-n", "2", path)
-    started = pids(launcher, 2)
+    lines = [launcher.stdout.readline().split() for _ in range(2)]
+    assert all(lines), launcher.stderr.read()
+    socket_name, started = lines[0][1], [int(line[2]) for line in lines]
+    sockets = pathlib.Path("/proc/net/unix")
+    assert socket_name in sockets.read_text()
     children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     assert len(children) > 2  # services too
     launcher.kill()
     launcher.communicate(timeout=30)
     assert_gone([*started, *map(int, children)])
-    assert not list(pathlib.Path("/tmp").glob(f"jax_ring-*{os.getpid()}*"))
+    assert socket_name not in sockets.read_text()
 
 
 class TestMembership:
