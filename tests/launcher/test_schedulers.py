@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -29,7 +30,7 @@ for id in 0 1 2; do
 done
 wait
 """,
-    "python": f'exec {sys.executable} -P "$@"',
+    "python": f'exec {shlex.quote(sys.executable)} -P "$@"',
 }  # fmt: skip
 
 
