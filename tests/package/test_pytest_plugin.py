@@ -73,7 +73,7 @@ def run_tests(tmp_path):
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_ranks.py").write_text(PRELUDE + tests)
         result = subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", "-rA", *options],
+            [sys.executable, "-P", "-m", "pytest", "-q", "-rA", "--color=no", *options],
             cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         return result.returncode, result.stdout + result.stderr

@@ -64,6 +64,6 @@ def test_which_tests_a_command_runs(tmp_path, arguments, selected):
         (tmp_path / "tests" / name).write_text(text)
     (tmp_path / "tests" / "test_some.py").write_text("def test_plain(): pass\ndef test_left_out(): pass")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\npythonpath = tests/support\naddopts = -n 1")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", *arguments]
     text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"PASSED tests/test_some.py::test_(\w+)", text)) == set(selected), text

@@ -26,7 +26,7 @@ def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
     parent = str(pathlib.Path(jax_ring.__file__).parent.parent)
     environment = os.environ | ({} if parent == sysconfig.get_path("platlib") else {"MYPYPATH": parent})
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", options, "--cache-dir", tmp_path, PROGRAM],
+        [sys.executable, "-m", "mypy", "--no-color-output", "--config-file", options, "--cache-dir", tmp_path, PROGRAM],
         env=environment,
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
