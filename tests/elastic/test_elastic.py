@@ -61,11 +61,11 @@ def recovery_seconds(result):
     return max(float(at) for at in re.findall(r"([\d.]+) enters at [1-9]\d* .* gen 1", result.stdout)) - began
 
 
-def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, record_property):
+def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, record_property, tmp_path):
     began = time.monotonic()
-    result = launched(
-        environment, 3, {"0": [4, "SIGKILL"]}, "--wait-for", "3", launcher_options=["--max-restarts", "1"]
-    )
+    # Where a survivor is slow, the other process could be there before both have left.
+    options = ["--wait-for", "3", "--formed", str(tmp_path / "formed")]
+    result = launched(environment, 3, {"0": [4, "SIGKILL"]}, *options, launcher_options=["--max-restarts", "1"])
     assert digests(result) == [(undisturbed, 3)] * 3, result.stdout
     assert result.returncode == 0, result.stdout
     seen = entries(result)

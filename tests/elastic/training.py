@@ -1,6 +1,7 @@
 """A training that tests run under the launcher: prints a digest of its result, which no fault may change.
 
-    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER] [--keep host] [--pause SECONDS]
+    python training.py STEPS FAULTS [--wait-for COUNT] [--formed FILE] [--directory FOLDER] [--keep host]
+                       [--pause SECONDS]
 
 FAULTS is a JSON object: by the launcher's number of a process, the step after which it fails, and how. A leaf of the
 state is divided over the ranks, as a sharded optimizer does it. Every process prints the times of what happens.
@@ -140,6 +141,7 @@ def main():
     parser.add_argument("steps", type=int)
     parser.add_argument("faults", type=json.loads)
     parser.add_argument("--wait-for", type=int, default=0, help="how many processes there are to be at the end")
+    parser.add_argument("--formed", help="a file, made when some go on with fewer: those that join wait for it")
     parser.add_argument("--directory")
     parser.add_argument("--keep", default="process")
     parser.add_argument("--pause", type=float, default=0, help="before each step")
@@ -159,6 +161,8 @@ def main():
     @jax_ring.elastic.run(min_processes=1, num_shards=NUM_SHARDS)
     def train(state):
         say(f"enters at {state.step} of {jax.process_count()}")
+        if options.formed and jax.process_count() < options.wait_for:
+            pathlib.Path(options.formed).touch()
         mesh = jax.sharding.Mesh(jax.devices(), ("data",))
         step = make_step(mesh, options.audits)
         if options.use_dead_array:
@@ -189,6 +193,8 @@ def main():
         leaves = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(params)]
         return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
+    while options.formed and "JAX_RING_JOIN" in os.environ and not os.path.exists(options.formed):
+        time.sleep(0.02)
     print(f"digest {train(state)} of {jax.process_count()}", flush=True)
 
 
