@@ -19,6 +19,7 @@ CONFTEST = """
 import os
 import pathlib
 import sys
+import time
 
 assert "jax" not in sys.modules, "the plugin must leave it to the conftest file to import JAX first"
 
@@ -36,6 +37,19 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "model" in metafunc.fixturenames:
         metafunc.parametrize("model", metafunc.config.getoption("--model"))
+
+# A timeout may be that of what a test does: ranks start slowly on a loaded machine. It begins when the last rank has
+# made the file that the mark's variable BEGINS_WITH names.
+
+from pytest_jax_ring import ranks
+
+def wait(self, wait=ranks._Ranks.wait):
+    if file := self._job.environments()[-1].get("BEGINS_WITH"):
+        while self.popen[-1].poll() is None and not pathlib.Path(file).exists():
+            time.sleep(0.01)
+    wait(self)
+
+ranks._Ranks.wait = wait
 
 def pytest_terminal_summary():
     assert "JAX_RING_PYTEST_RANK" not in os.environ, "nobody reads it, and plugins import what they need for it"
@@ -179,9 +193,10 @@ def test_wrong_mark():
 def test_hangs_and_exits(run_tests):
     status, output = run_tests(
         """
-@pytest.mark.jax_processes(2, timeout=15)
+@pytest.mark.jax_processes(2, timeout=2, environment={"BEGINS_WITH": "hangs"})
 def test_hangs():
     if jax.process_index() == 1:
+        open("hangs", "x").close()
         time.sleep(1000)
 
 @pytest.mark.jax_processes(2)
@@ -201,7 +216,7 @@ def test_not_run():
     )
     assert status == 2
     of = texts_by_test(output)
-    assert "still running after 15 s" in of["test_hangs"]
+    assert "still running after 2 s" in of["test_hangs"]
     assert re.search(r"test_ranks.py\", line \d+ in test_hangs", of["test_hangs"])  # in the stack of rank 1
     assert "rank 1 of 2: ended with status 7 before the test had ended" in of["test_exits"]
     assert "this is the end" in of["test_exits"]
@@ -217,10 +232,11 @@ def test_stacks_of_slow_ranks(run_tests, tmp_path):
         """
 WAIT_FOR_SIGNAL = "while ! grep -q 'ShdPnd:.*[1-9a-f]' /proc/$0/status; do sleep 0.1; done; sleep 4; kill -CONT $0"
 
-@pytest.mark.jax_processes(1, timeout=15)
+@pytest.mark.jax_processes(1, timeout=2, environment={"BEGINS_WITH": "stops"})
 def test_stopped():
     import os, signal, subprocess
     subprocess.Popen(["sh", "-c", WAIT_FOR_SIGNAL, str(os.getpid())])
+    open("stops", "x").close()
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1000)
 
