@@ -11,7 +11,7 @@ import pytest
 
 TRAINING = pathlib.Path(__file__).with_name("training.py")
 STEPS = 8
-DEADLINE = 8  # of a call; processes that hang are left after it
+DEADLINE = 8  # of a call, where processes hang and are left after it; for others it would count slow compilations
 TIME_LIMIT = 240
 
 
@@ -34,7 +34,7 @@ def launched(environment, processes, faults, *options, launcher_options=()):
 def environment():
     import os
 
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_RING_TIMEOUT_S": str(DEADLINE), "JAX_NUM_CPU_DEVICES": "1"}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,8 @@ def test_other_faults(environment, undisturbed, name, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
     processes, faults, left = FAULTS[name]
+    if name in ("one is stopped", "one hangs"):
+        environment = environment | {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
     result = launched(environment, processes, faults)
     assert digests(result) == [(undisturbed, left)] * left, result.stdout
 
