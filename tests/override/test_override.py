@@ -36,7 +36,8 @@ def total(check_vma=True, body=psum_i):
 
 def served_by(text: str) -> tuple[int, int]:
     """The number of calls of the engine, and of XLA's all-reduce, in the text of a program."""
-    return text.count(f'"{TARGET}"') + text.count(f"@{TARGET}"), text.count(" all-reduce(") + text.count(".all_reduce")
+    by_engine = text.count(f'"{TARGET}"') + text.count(f"@{TARGET}")
+    return by_engine, text.count(" all-reduce(") + text.count('"stablehlo.all_reduce"')
 
 
 # What is lowered while the override is active.
