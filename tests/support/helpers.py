@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -99,11 +100,16 @@ def bits_of(x) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
+def without_paths(text: str) -> str:
+    """The text of a program with all strings emptied that may be paths: a folder may have any name, also a target's."""
+    return re.sub(r'"((?:[^"\\\n]|\\.)*)"', lambda string: '""' if "/" in string[1] else string[0], text)
+
+
 def compiled_text(fun, *args) -> str:
-    """The optimized HLO."""
+    """The optimized HLO, without paths."""
     # Do not jit a jitted function again: then a call runs this executable and compiles nothing.
     jitted = fun if hasattr(fun, "lower") else jax.jit(fun)
-    return jitted.lower(*args).compile().as_text()
+    return without_paths(jitted.lower(*args).compile().as_text())
 
 
 def num_calls(fun, *args) -> int:

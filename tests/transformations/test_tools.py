@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TARGET, assert_matches_lax, assert_same_trees, make_mesh, num_calls, sharded
+from helpers import TARGET, assert_matches_lax, assert_same_trees, make_mesh, num_calls, sharded, without_paths
 from jax import lax
 from jax.experimental import checkify
 from jax.sharding import NamedSharding
@@ -53,7 +53,7 @@ def test_export_for_several_platforms(check_vma):
     # A program for several platforms, of which only some have an engine, uses XLA's all_reduce on all of them.
     exported = jax.export.export(total(check_vma), platforms=("cpu", "cuda"))(on_device())
     assert exported.platforms == ("cpu", "cuda")
-    module = exported.mlir_module()
+    module = without_paths(exported.mlir_module())
     assert TARGET not in module
     assert "stablehlo.all_reduce" in module
     np.testing.assert_array_equal(jax.jit(exported.call)(on_device()), SUM)
@@ -62,8 +62,9 @@ def test_export_for_several_platforms(check_vma):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_export_for_another_platform_alone(platform, check_vma):
     exported = jax.export.export(total(check_vma), platforms=(platform,))(on_device())
-    assert TARGET not in exported.mlir_module()
-    assert "stablehlo.all_reduce" in exported.mlir_module()
+    module = without_paths(exported.mlir_module())
+    assert TARGET not in module
+    assert "stablehlo.all_reduce" in module
 
 
 def test_export_without_permission_names_the_call():

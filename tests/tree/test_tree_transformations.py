@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, make_mesh, tree_fold
+from helpers import assert_same_bits, compiled_text, make_mesh, tree_fold
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from shards import SAME, numbers, on_ranks, terms
@@ -186,7 +186,7 @@ def test_scan_and_dead_code(check_vma):
 
     f = on_ranks(body, RANKS, check_vma=check_vma)
     assert_same_bits(f(own), np.stack([tree_fold(x)] * 2))
-    (call,) = [line for line in f.lower(own).compile().as_text().splitlines() if "jax_ring_all_reduce" in line]
+    (call,) = [line for line in compiled_text(f, own).splitlines() if "jax_ring_all_reduce" in line]
     assert "f32[2,4]" in call
     assert call.count("f32[2,4]") == 1
 

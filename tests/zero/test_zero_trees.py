@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SHARDED, assert_same_bits, assert_same_trees, make_mesh, sharded
+from helpers import SHARDED, assert_same_bits, assert_same_trees, make_mesh, sharded, without_paths
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import zero
@@ -101,7 +101,7 @@ def test_gradients_travel_in_their_own_dtype():
     def sent(dtype):
         f = sharded(run, mesh=make_mesh((RANKS,)), in_specs=P(), out_specs=P(), check_vma=False)
         text = f.lower(PARAMS, jax.tree.map(lambda p: p.astype(dtype), PARAMS)).as_text()
-        return [line for line in text.splitlines() if "jax_ring_reduce_scatter" in line]
+        return [line for line in without_paths(text).splitlines() if "jax_ring_reduce_scatter" in line]
 
     assert [line.count("bf16") > 0 for line in sent(jnp.bfloat16)] == [True]
     assert [line.count("bf16") > 0 for line in sent(jnp.float32)] == [False]
@@ -135,7 +135,8 @@ def test_integer_parameters_without_gradient_keep_their_value(check_vma):
     mesh = make_mesh((RANKS,))
     f = sharded(run, mesh=mesh, in_specs=(P(), SHARDED), out_specs=P(), check_vma=check_vma)
     new = f(params, np.ones(RANKS))
-    assert f.lower(params, np.ones(RANKS)).as_text().count("jax_ring_all_gather") == 1  # of the floats
+    text = without_paths(f.lower(params, np.ones(RANKS)).as_text())
+    assert text.count("jax_ring_all_gather") == 1  # of the floats
     assert_same_bits(new.pop("n"), params["n"])
     gradients = jax.tree.map(np.ones_like, PARAMS)
     expected = optax.apply_updates(PARAMS, tx.update(gradients, tx.init(PARAMS), PARAMS)[0])
