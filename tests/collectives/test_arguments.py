@@ -379,8 +379,9 @@ jax.config.update("jax_num_cpu_devices", 3)
 assert jax.device_count("cpu") == 3
 """
     subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    )
+        [sys.executable, "-P", "-c", code],  # -P: the installed package, not the source tree
+        check=True, env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
 
 
 NO_NAMES = [P("i"), MESH, jax.sharding.NamedSharding(MESH, P("i"))]
