@@ -31,11 +31,24 @@ def pytest_addoption(parser):
     )
 
 
+class Watchdog:
+    """Dumps all stacks and exits: pytest-timeout cannot interrupt native code that holds the GIL."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.stderr = os.dup(sys.stderr.fileno())  # not where pytest captures what a test writes
+        self.pytest_runtest_logstart()
+
+    def pytest_runtest_logstart(self):
+        # From the start of each test on: all of them may take hours on a slow machine. The process that has xdist's
+        # workers gets to know of theirs.
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.stderr)
+
+
 def pytest_configure(config):
     # What JAX traces has few cycles and many objects, so that looking for them takes 5 to 8 % of the time.
     gc.set_threshold(20_000)
-    # pytest-timeout cannot interrupt native code that holds the GIL. This dumps all stacks and exits.
-    faulthandler.dump_traceback_later(3000 + config.getoption("--soak"), exit=True)
+    config.pluginmanager.register(Watchdog(3000 + config.getoption("--soak")))
     for marker, meaning in tiers.MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     # The plain command, without files and without -m. xdist's workers, which have the files, get this option.
