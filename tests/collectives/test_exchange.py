@@ -357,7 +357,7 @@ def test_a_static_shape_is_exported_with_the_engine():
     np.testing.assert_array_equal(jax.jit(jax.export.deserialize(exported.serialize()).call)(x), f(x))
 
 
-def test_explanation_and_statistics():
+def test_explanation():
     def body(x):
         x = ring_ppermute(x, "i", PERM)
         return ring_pbroadcast(ring_all_to_all(x, "i", 1, 0, tiled=True), "i", 2)
@@ -373,10 +373,6 @@ def test_explanation_and_statistics():
     assert [call.wire_bytes for call in found.collectives][:2] == [384, 448]
     assert found.predicted_bytes == found.counted_bytes
     assert all("test_exchange.py" in call.call_site for call in found.collectives)
-    jax_ring.statistics(reset=True)
-    jax.block_until_ready(f(X))
-    kinds = {call.kind: call.count for call in jax_ring.statistics().calls}
-    assert kinds == {"permute": 1, "all_to_all": 1, "broadcast": 1}
 
 
 def test_types_vary_over_the_axes():

@@ -245,7 +245,7 @@ def test_xla_serves_it_where_no_engine_can(caplog):
         assert num_calls(jax.jit(f), *arguments) > 0
 
 
-def test_explanation_and_statistics():
+def test_explanation():
     arguments = (*arrays(), *plan())
     f = mapped()
     found = jax_ring.explain(f, *arguments)
@@ -254,9 +254,6 @@ def test_explanation_and_statistics():
     # A table of 4 x 4 integers, of which a rank sends its part to 3 others, and at most what the result can hold.
     assert found.predicted_bytes == found.counted_bytes == 64 * 3 + 480 * 3 / 4
     assert "ragged" in str(found)
-    jax_ring.statistics(reset=True)
-    jax.block_until_ready(f(*arguments))
-    assert {call.kind for call in jax_ring.statistics().calls} == {"all_gather", "ragged_all_to_all"}
 
 
 def shapes(**changes):

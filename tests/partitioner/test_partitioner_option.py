@@ -267,6 +267,7 @@ def test_pmap():
         assert_same_bits(mapped(X), expected)
 
 
+@pytest.mark.jax_processes(1, devices=8)  # the recorder names a limited number of a process's calls
 def test_errors_and_the_record_name_the_users_line():
     line = column_sums.__code__.co_firstlineno + 1
     with override_lax():
