@@ -66,6 +66,16 @@ def pytest_configure(config):
         os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 
+_STATES: dict[types.ModuleType, dict] = {}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order(request):
+    """Each test draws from its module's RNG as if it ran alone."""
+    if generator := getattr(request.module, "RNG", None):
+        generator.bit_generator.state = _STATES.setdefault(request.module, generator.bit_generator.state)
+
+
 @pytest.fixture
 def left_to_xla(monkeypatch):
     """No engine serves calls in a shard_map that leaves axes to the compiler, as if there were no partitioner."""
