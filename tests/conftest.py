@@ -17,6 +17,8 @@ TESTS = pathlib.Path(__file__).parent
 
 # More devices than most tests use, so that most meshes leave some devices out.
 jax.config.update("jax_num_cpu_devices", 16)
+# Tests read the tracebacks of programs, which Python 3.13 colors where FORCE_COLOR is set.
+os.environ["PYTHON_COLORS"] = "0"
 # Last, because some benchmarks have the names of modules of the tests.
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
