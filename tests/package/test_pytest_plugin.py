@@ -79,11 +79,19 @@ def total():
 
 
 @pytest.fixture
+def tmp_path(tmp_path):
+    """A folder whose name pytest refuses in an argument. Started there, it runs tests by relative paths."""
+    folder = tmp_path / "of [all] ranks"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def run_tests(tmp_path):
     """Runs tests in a folder of their own, and returns the status and the output of pytest."""
 
     def run(tests: str, *options: str) -> tuple[int, str]:
-        (tmp_path / "pytest.ini").write_text("[pytest]\n")
+        (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_ranks.py").write_text(PRELUDE + tests)
         result = subprocess.run(
@@ -150,7 +158,7 @@ def test_in_this_process():
     assert jax.process_count() == 1
 """,
         "--scale=5", "--model=small", "--data", "data", "-p", "halves", "-o", "pythonpath=library",
-        "-W", "error::DeprecationWarning", f"--rootdir={tmp_path / 'library'}",
+        "-W", "error::DeprecationWarning", f"--rootdir={tmp_path / 'library'}", "test_ranks.py",
     )  # fmt: skip
     assert status == 0, output
     assert "2 passed, 1 skipped, 2 xfailed" in output
