@@ -152,7 +152,7 @@ class _Ranks(ProcessGroup):
         if hasattr(config.option, "no_cov"):  # ranks of pytest-cov would delete each other's files
             arguments.append("--no-cov")
         # From here: pytest refuses an argument whose folders have a bracket in their names.
-        arguments.append(f"{os.path.relpath(item.path)}::{item.nodeid.partition('::')[2]}")
+        arguments.append(f"./{os.path.relpath(item.path)}::{item.nodeid.partition('::')[2]}")
         self.start(["-m", "pytest", *arguments], variables, stdout="output", stderr="output")
 
     def __exit__(self, *exception: object) -> None:
