@@ -31,7 +31,7 @@ def test_a_part_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch):
     class Popen(subprocess.Popen):
         def wait(self, timeout=None):
             # The limit is for what hangs: on a busy machine, the start of both may take longer.
-            while timeout and not (file.exists() and file.read_text()):
+            while timeout and self.poll() is None and not (file.exists() and file.read_text()):
                 time.sleep(0.01)
             return super().wait(timeout)
 

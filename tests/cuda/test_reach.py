@@ -1,14 +1,13 @@
 """Which GPU groups the CUDA engine serves, and what is lowered for them. Needs no GPU: programs are not run."""
 
 import logging
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from fake_gpus import FakeKernels, pretend_gpus
-from helpers import TARGET, make_mesh, sharded
+from helpers import TARGET, as_printed, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, ring_all_gather, ring_ppermute, ring_psum, runtime
@@ -46,10 +45,7 @@ def test_groups_are_attributes(check_vma):
 def test_the_call_and_its_line_are_attributes():
     text = lower(psum, jnp.ones(8), check_vma=False)
     assert """call = "ring_psum of float32[1] over axis 'i'\"""" in text
-    # MLIR prints other characters, which folders may have in their names, as their bytes.
-    file = "".join(chr(b) if 32 <= b < 127 and chr(b) not in '"\\' else f"\\{b:02X}" for b in os.fsencode(__file__))
-    file = file.replace(r"\5C", r"\\")
-    assert f'site = "{file}:{psum.__code__.co_firstlineno + 1} (psum)"' in text
+    assert f'site = "{as_printed(__file__)}:{psum.__code__.co_firstlineno + 1} (psum)"' in text
 
 
 @pytest.mark.usefixtures("engine")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TARGET, make_mesh, sharded
+from helpers import TARGET, as_printed, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -22,14 +22,9 @@ def lowered(f, *args, **options):
     return sharded(f, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check_vma=False, **options).lower(*args)
 
 
-def as_written(text: str) -> str:
-    """A string in the text of a program, where quotation marks and what is not ASCII are hexadecimal numbers."""
-    return re.sub(rb'[^ -~]|"', lambda byte: b"\\%02X" % byte[0][0], text.encode()).decode()
-
-
 def sites_in(text: str) -> list[str]:
     """The attribute of each call, without the name of this file."""
-    return [site.replace(f"{as_written(__file__)}:", "") for site in re.findall(r'\bsite = "([^"]*)"', text)]
+    return [site.replace(f"{as_printed(__file__)}:", "") for site in re.findall(r'\bsite = "([^"]*)"', text)]
 
 
 def num_compiled(program) -> int:

@@ -100,6 +100,12 @@ def bits_of(x) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
+def as_printed(text: str) -> str:
+    """A string as MLIR prints it: quotation marks and what is not printable ASCII as hexadecimal numbers."""
+    escaped = text.replace("\\", r"\\").encode(errors="surrogateescape")
+    return re.sub(rb'[^ -~]|"', lambda byte: b"\\%02X" % byte[0][0], escaped).decode()
+
+
 def without_paths(text: str) -> str:
     """The text of a program with all strings emptied that may be paths: a folder may have any name, also a target's."""
     return re.sub(r'"((?:[^"\\\n]|\\.)*)"', lambda string: '""' if "/" in string[1] else string[0], text)
