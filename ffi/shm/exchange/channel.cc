@@ -289,8 +289,9 @@ bool Channel::has_exited(int process) const {
   if (kill(static_cast<pid_t>(pid), 0) != 0) return errno == ESRCH;
   // A killed process keeps its pid until its parent reaps it.
   const auto stat = read_process_stat(pid);
+  if (!stat) return kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;  // it may have been reaped just now
   const int64_t start_time = status.start_time.load(std::memory_order_relaxed);
-  return stat && (stat->state == 'Z' || stat->state == 'X' || (start_time != 0 && stat->start_time != start_time));
+  return stat->state == 'Z' || stat->state == 'X' || (start_time != 0 && stat->start_time != start_time);
 }
 
 uint32_t Channel::doorbell(int process) const { return area(process).signals.doorbell.load(std::memory_order_acquire); }

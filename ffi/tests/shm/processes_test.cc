@@ -420,6 +420,38 @@ TEST(Channel, SeesThatAProcessHasExited) {
   munmap(shared, bytes);
 }
 
+// Its last state must not be missed between two looks: one process would blame it, and another one would not.
+TEST(Channel, SeesThatAProcessHasExitedWhileItsParentReapsIt) {
+  const size_t bytes = Channel::bytes(2, kSmall);
+  void* const shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  int64_t looks = 0, misses = 0;
+  for (int i = 0; i < 100; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      Channel(static_cast<unsigned char*>(shared), 2, 1, kSmall).join();
+      for (;;) pause();
+    }
+    Channel channel(static_cast<unsigned char*>(shared), 2, 0, kSmall);
+    while (!channel.has_joined(1)) std::this_thread::yield();
+    kill(child, SIGKILL);
+    siginfo_t info;
+    ASSERT_EQ(waitid(P_PID, child, &info, WEXITED | WNOWAIT), 0);
+    std::thread parent([child] {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      waitpid(child, nullptr, 0);
+    });
+    for (bool is_there = true; is_there; ++looks) {
+      is_there = kill(child, 0) == 0;
+      if (!channel.has_exited(1)) ++misses;
+    }
+    parent.join();
+    std::memset(shared, 0, bytes);
+  }
+  EXPECT_EQ(misses, 0) << "of " << looks << " looks";
+  munmap(shared, bytes);
+}
+
 TEST(Channel, CountsTheCoresOfAllProcesses) {
   const std::vector<int> usable = usable_cores();
   for (int other : {usable.front(), usable.back()}) {
