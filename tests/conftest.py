@@ -1,4 +1,4 @@
-"""Devices, time limits, tiers and command-line options for all tests."""
+"""Devices, time limits and command-line options for all tests, and which of them the plain command runs."""
 
 import faulthandler
 import gc
@@ -11,7 +11,7 @@ import types
 
 import jax
 import pytest
-import tiers
+from tiers import vma_fixture
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -51,11 +51,9 @@ def pytest_configure(config):
     # What JAX traces has few cycles and many objects, so that looking for them takes 5 to 8 % of the time.
     gc.set_threshold(20_000)
     config.pluginmanager.register(Watchdog(3000 + config.getoption("--soak")))
-    for marker, meaning in tiers.MARKERS.items():
-        config.addinivalue_line("markers", f"{marker}: {meaning}")
     # The plain command, without files and without -m. xdist's workers, which have the files, get this option.
     if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        config.option.markexpr = tiers.PLAIN
+        config.option.markexpr = "not full"
     if config.getoption("--jax-ring-override"):
         import override_option
 
@@ -68,6 +66,7 @@ def pytest_configure(config):
         os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 
+check_vma = vma_fixture()
 _STATES: dict[types.ModuleType, dict] = {}
 
 
@@ -108,12 +107,7 @@ def pytest_terminal_summary(terminalreporter):
                 terminalreporter.write_line(text)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        for marker in tiers.markers_of(item.nodeid):
-            item.add_marker(marker)
-    config.stash[tiers.ALL_IDS] = [item.nodeid for item in items]
     # Those that compare with lax; in others there would be nothing to compare.
     if config.getoption("--jax-ring-override"):
         kept = [item for item in items if _compares_with_lax(item.function)]
@@ -137,9 +131,3 @@ def _compares_with_lax(function):
         for value in called
         if TESTS in pathlib.Path(value.__code__.co_filename).parents
     )
-
-
-@pytest.fixture(params=[True, False], ids=["vma", "no_vma"])
-def check_vma(request):
-    """Both modes of shard_map: with and without tracking of varying manual axes."""
-    return request.param

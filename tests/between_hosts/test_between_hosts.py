@@ -15,6 +15,8 @@ from watched import Processes, as_text
 
 from pytest_jax_ring import fault_point, stop
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 DEADLINE = 1.5
 
 

@@ -16,6 +16,8 @@ from test_two_level import ON_TWO_HOSTS, TWO_HOSTS, by_host, integers, local_sha
 import jax_ring
 from jax_ring import explain, override_lax, runtime
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 RNG = np.random.default_rng(1)  # the same numbers in all processes
 
 
@@ -375,6 +377,7 @@ def left_to_xla():
     assert any("on 2 hosts, and a ragged all-to-all is not split between them" in text for text in messages), messages
 
 
+@pytest.mark.one_pair
 @pytest.mark.jax_processes(4, devices=2, environment=[{"JAX_RING_HOST_ID": name} for name in "abcd"])
 def test_four_hosts():
     """Sums: on each host in rank order, then in the order of the hosts, rounded once; whatever the number of hosts."""

@@ -14,6 +14,8 @@ from jax_ring import explain, sync_gradients, sync_with_feedback
 from jax_ring.collectives import int8_blocks as int8
 from jax_ring.lowering.hierarchical import all_reduce
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; tables of the same steps
+
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 SIZE = 4 * 2 * int8.BLOCK * 2 - 300  # the last shard is padded
 

@@ -22,6 +22,8 @@ from jax_ring import explain, ring_all_gather, ring_pmax, ring_ppermute, ring_ps
 from jax_ring.lowering.hierarchical import all_reduce
 from jax_ring.lowering.passes import exchanges
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; tables of the same steps
+
 RNG = np.random.default_rng(0)  # the same numbers in all processes
 
 

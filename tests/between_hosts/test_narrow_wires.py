@@ -13,6 +13,8 @@ from test_two_level import SMALL_PART, TWO_HOSTS, by_host, cut_small_parts, loca
 from jax_ring import explain, ring_psum, sync_gradients, sync_with_feedback
 from jax_ring.lowering.hierarchical import all_reduce
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 RNG = np.random.default_rng(0)  # the same numbers in all processes
 LARGE = 2 * SMALL_PART // 4  # float32 of so many elements cross in parts
 

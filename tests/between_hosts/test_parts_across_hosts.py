@@ -6,6 +6,8 @@ import pytest
 
 from jax_ring.lowering.hierarchical.all_reduce import PART_BYTES, _in_turn, parts_of
 
+pytestmark = pytest.mark.one_pair  # native code and tables of the same steps
+
 
 @pytest.mark.parametrize(("num_bytes", "num_parts"), [(0, 1), (2 * PART_BYTES - 32, 1), (2 * PART_BYTES, 2)])
 def test_large_operands_are_cut(num_bytes, num_parts):

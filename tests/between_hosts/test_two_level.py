@@ -25,6 +25,8 @@ from jax_ring import (
 from jax_ring.lowering.hierarchical import all_reduce
 from jax_ring.lowering.passes import exchanges
 
+pytestmark = pytest.mark.one_pair  # native code and tables of the same steps
+
 RNG = np.random.default_rng(0)  # the same numbers in both processes
 TWO_HOSTS = [{"JAX_RING_HOST_ID": "a"}, {"JAX_RING_HOST_ID": "b"}]
 SMALL_PART = all_reduce.PART_BYTES // 16
@@ -418,6 +420,7 @@ def large_psum_scatters():
         check(lax.psum_scatter, 2)
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts_join_small_calls(monkeypatch):
     small_calls_cross_together(monkeypatch)
@@ -433,6 +436,7 @@ def test_two_hosts():
         print(f"{part.__name__} passed")
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts_by_all_reduces(monkeypatch):
     """Small messages as if they were larger."""
@@ -441,6 +445,7 @@ def test_two_hosts_by_all_reduces(monkeypatch):
     same_as_lax()
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, devices=4, environment=TWO_HOSTS)
 def test_two_hosts_transformations_every_dtype_and_large_messages():
     large_sums_beside_each_other()

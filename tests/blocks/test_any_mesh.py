@@ -8,6 +8,8 @@ import sys
 import pytest
 from helpers import AS_USERS_COMPILE
 
+pytestmark = pytest.mark.full  # each number of ranks and each mesh compiles anew
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "any_mesh.py"
 
 

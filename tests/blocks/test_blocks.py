@@ -10,6 +10,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import full_but
 
 import jax_ring
 from jax_ring import accumulate_gradients, block_index, block_max, block_sum, each_block, shard_index, value_and_grad
@@ -62,7 +63,9 @@ def expected_of_mlp():
     return jax.device_get(jax.jit(functools.partial(all_of, total))(W, X))
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize(
+    "remat", [pytest.param(True, marks=pytest.mark.one_pair), pytest.param(False, marks=pytest.mark.full)]
+)
 def test_values_and_derivatives_on_any_number_of_ranks(remat, check_vma):
     def total(w, x):
         return block_sum(mlp, "m", B, remat=remat)(w, x)
@@ -75,6 +78,7 @@ def test_values_and_derivatives_on_any_number_of_ranks(remat, check_vma):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), results[0], expected_of_mlp())
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("remat", [True, False])
 def test_a_checkpoint_of_what_is_the_same_on_all_ranks(remat):
     def f(v, x):
@@ -146,7 +150,7 @@ def test_with_other_transformations(check_vma):
     np.testing.assert_allclose(of_scan, jax.grad(by_hand)(V, Y), rtol=1e-5)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", full_but([1, 2], [1]))
 def test_inside_of_a_loss_with_shards(microbatches, check_vma):
     """Blocks over "m", shards over "d": the value and the gradients of one device."""
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -178,6 +182,7 @@ def test_data_that_other_axes_divide():
     np.testing.assert_array_equal(f(V, Y), np.tile(Y.sum(0), (B, 1)))
 
 
+@pytest.mark.full
 def test_over_several_axes_and_over_a_vmap_axis(check_vma):
     f = sharded(
         lambda w, x: block_sum(product, ("a", "b"), 12)(w, x), mesh=make_mesh((2, 3), ("a", "b")),

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import block_sum, value_and_grad
 
+pytestmark = pytest.mark.full  # each number of ranks and each mesh compiles anew
+
 PARTS = 6
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((PARTS, 7, 11)).astype(np.float32)

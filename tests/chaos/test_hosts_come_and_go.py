@@ -5,6 +5,8 @@ import pytest
 import random_faults
 from trial import Trial
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; the launcher is Python's
+
 
 @pytest.fixture(autouse=True)
 def needs_hosts():

@@ -7,7 +7,10 @@ import launched_jobs
 import pytest
 from trial import Outcome, Trial, Unexpected
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
+
+@pytest.mark.full
 @pytest.mark.parametrize("scenario", [faults.brief_stops, launched_jobs.killed_launcher], ids=lambda f: f.__name__)
 def test_scenario_ends_as_expected(scenario):
     outcome = Trial(3).run(scenario)

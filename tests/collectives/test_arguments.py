@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import zero
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 MESH = make_mesh((4,))
 X = np.arange(64, dtype=np.float32).reshape(16, 4)
 PARAMS = {"w": jnp.ones((3, 5)), "b": jnp.ones(2)}
@@ -368,6 +370,7 @@ def test_what_names_no_axis(function):
         AXES[function](axis)
 
 
+@pytest.mark.full
 def test_checks_do_not_start_the_backend():
     code = """
 import jax, numpy as np, jax_ring

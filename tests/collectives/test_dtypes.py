@@ -55,6 +55,7 @@ def sum_over_ranks(values, check_vma):
     return np.asarray(f(values))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, *EIGHT_BITS, *PACKED])
 def test_the_fold(name, check_vma):
     values = values_of(name, (RANKS, 1003))
@@ -68,6 +69,7 @@ def test_every_pair_of_eight_bits(name):
     assert_same_bits(sum_over_ranks(values, True), rank_fold(values))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("name", WIDE)
 def test_the_fold_of_wide_types(name, check_vma):
     with jax.enable_x64(True):

@@ -39,6 +39,7 @@ def pairs_of(exchanges=EXCHANGES):
 # All-to-all.
 
 
+@pytest.mark.full
 def test_every_pair_of_dimensions(check_vma):
     # One program, which is faster.
     f = sharded(lambda x: [pair.ring(x[0], "i")[None] for pair, _ in pairs_of()], check_vma=check_vma)
@@ -55,6 +56,7 @@ def test_matches_lax(check_vma):
     assert_matches_lax(body, CUBE, pair=(ring_all_to_all, lax.all_to_all), check_vma=check_vma)
 
 
+@pytest.mark.full
 def test_derivatives_are_those_of_the_dense_computation(check_vma):
     # Not of lax: for split_axis != concat_axis and tiled=False its transpose has the wrong shape, or is wrong.
     weights = np.random.default_rng(1).standard_normal(64).astype(np.float32)
@@ -87,6 +89,7 @@ def _dense(x, split, concat, tiled):
     return parts if not tiled else jnp.concatenate(jnp.split(parts, RANKS, concat + 1), concat + 2).squeeze(concat + 1)
 
 
+@pytest.mark.full
 def test_over_a_vmap_axis_and_batched():
     def over_the_batch(x, dim):
         return [jax.vmap(lambda x, pair=pair: pair.ring(x, "v"), dim, axis_name="v")(x) for pair, _ in pairs_of()]
@@ -108,6 +111,7 @@ def test_over_a_vmap_axis_and_batched():
     np.testing.assert_array_equal(sharded(batched)(CUBE), 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tiled", [True, False])
 def test_groups_batched_and_differentiated(tiled):
     # lax refuses groups in a batch. Of the dimensions that it takes without tiles, one is as long as a group.
@@ -128,6 +132,7 @@ def test_groups_batched_and_differentiated(tiled):
     np.testing.assert_allclose(sums[:, 1], x.sum((1, 2, 3)), rtol=1e-4)
 
 
+@pytest.mark.full
 def test_swap_axes_matches_lax(check_vma):
     assert_matches_lax(
         lambda fun, x: [fun(x[0], "i", axis)[None] for axis in (0, 1)], CUBE,
@@ -158,6 +163,7 @@ def test_permutations_match_lax(perm, check_vma):
     assert_matches_lax(body, X, pair=(ring_ppermute, lax.ppermute), check_vma=check_vma)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("perm", PERMUTATIONS.values(), ids=PERMUTATIONS.keys())
 def test_permutations_over_a_vmap_axis(perm):
     # Not compared with lax, which takes full permutations only.
@@ -168,6 +174,7 @@ def test_permutations_over_a_vmap_axis(perm):
     )
 
 
+@pytest.mark.full
 def test_shuffle_matches_lax(check_vma):
     for perm in ([3, 1, 4, 0, 5, 2, 7, 6], range(RANKS), [2, 0, 1]):
         assert_matches_lax(
@@ -175,6 +182,7 @@ def test_shuffle_matches_lax(check_vma):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [("i", "j"), ("j", "i"), ("j", "k"), ("k", "j")], ids=str)
 def test_axes_of_a_permutation_in_any_order(axes, check_vma):
     # JAX 0.10 counts ranks in the mesh's order, and 0.12 refuses another one unless told to allow it.
@@ -194,6 +202,7 @@ def test_axes_of_a_permutation_in_any_order(axes, check_vma):
         assert_matches_lax(lambda fun, x: fun(x, axes, perm), x, pair=(ring_ppermute, lax.ppermute), **options)
 
 
+@pytest.mark.full
 def test_equal_permutations_merge_and_others_do_not():
     def body(x):
         ahead = PERMUTATIONS["rotation"]
@@ -205,6 +214,7 @@ def test_equal_permutations_merge_and_others_do_not():
 # Broadcast.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_broadcast_moves_bits(dynamic, check_vma):
     # All patterns, NaNs included.
@@ -231,6 +241,7 @@ def test_broadcast_moves_bits(dynamic, check_vma):
                 assert np.asarray(received[name]).tobytes() == np.stack([x[source]] * RANKS).tobytes(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", [3, jnp.int32(3)], ids=["static", "dynamic"])
 def test_derivatives_of_a_broadcast(source, check_vma):
     def body(x):
@@ -250,6 +261,7 @@ def test_derivatives_of_a_broadcast(source, check_vma):
     np.testing.assert_array_equal(tangent, np.tile(2 * values[3], (RANKS, 1)))
 
 
+@pytest.mark.full
 def test_broadcast_over_a_vmap_axis():
     x = np.arange(RANKS, dtype=np.float32)
     for source in (2, jnp.int32(2)):
@@ -300,6 +312,7 @@ def test_errors_are_those_of_lax(case, check_vma):
         sharded(lambda x: call("lax", x), check_vma=check_vma).lower(X)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "exception"),
     [(8, ValueError), (-1, ValueError), (1.5, TypeError), (jnp.arange(2), ValueError), (jnp.float32(1), TypeError)],
@@ -310,6 +323,7 @@ def test_sources_that_are_no_rank(source, exception, check_vma):
         jax.make_jaxpr(sharded(lambda x: ring_pbroadcast(x, "i", source), check_vma=check_vma))(X)
 
 
+@pytest.mark.full
 def test_no_axes_are_one_rank():
     tree = {"a": X, "b": [X + 1]}
     assert jax.tree.all(jax.tree.map(np.array_equal, ring_ppermute(tree, (), [(0, 0)]), tree))
@@ -319,6 +333,7 @@ def test_no_axes_are_one_rank():
     np.testing.assert_array_equal(ring_all_to_all(X[:1], (), 0, 1), X[:1].T)
 
 
+@pytest.mark.full
 def test_random_keys_match_lax(check_vma):
     def body(fun, x):
         keys = jax.random.wrap_key_data(lax.bitcast_convert_type(x, jnp.uint32).reshape(RANKS, -1, 2))
@@ -330,6 +345,7 @@ def test_random_keys_match_lax(check_vma):
         assert_matches_lax(body, X, pair=pair, check_vma=check_vma)
 
 
+@pytest.mark.full
 def test_exported_with_symbolic_shapes_xla_serves_them(caplog):
     mesh = make_mesh((4,))
     n = jax.export.symbolic_shape("n")[0]
@@ -347,6 +363,7 @@ def test_exported_with_symbolic_shapes_xla_serves_them(caplog):
         np.testing.assert_array_equal(result.reshape(oracle(values).shape), oracle(values))
 
 
+@pytest.mark.full
 def test_a_static_shape_is_exported_with_the_engine():
     mesh = make_mesh((4,))
     x = jax.device_put(X[:16], jax.NamedSharding(mesh, P("i")))
@@ -357,6 +374,7 @@ def test_a_static_shape_is_exported_with_the_engine():
     np.testing.assert_array_equal(jax.jit(jax.export.deserialize(exported.serialize()).call)(x), f(x))
 
 
+@pytest.mark.full
 def test_explanation():
     def body(x):
         x = ring_ppermute(x, "i", PERM)
@@ -375,6 +393,7 @@ def test_explanation():
     assert all("test_exchange.py" in call.call_site for call in found.collectives)
 
 
+@pytest.mark.full
 def test_types_vary_over_the_axes():
     mesh = make_mesh((2, 4), ("i", "j"))
 
@@ -389,10 +408,12 @@ def test_types_vary_over_the_axes():
     sharded(body, mesh=mesh, in_specs=P("i"), out_specs=P(("i", "j"))).lower(X)
 
 
+@pytest.mark.full
 def test_the_table_has_these_functions():
     assert {"all_to_all", "ppermute"} <= COLLECTIVES.keys()
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named():
     result = run_python(
         """

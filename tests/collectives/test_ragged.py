@@ -149,6 +149,7 @@ def dense(operand, output, *numbers):
     return jnp.einsum("rost,st...->ro...", picks, operand) + output * kept[:, :, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slices", [1, 2])
 def test_derivatives(slices, check_vma):
     operand, output = arrays()

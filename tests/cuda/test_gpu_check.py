@@ -22,6 +22,7 @@ PASSED = {"tests": 3, "failures": 0, "errors": 0, "skipped": 1, "failed": [], "w
 FAILED = PASSED | {"failures": 1, "failed": ["test_x[3-streams]"]}
 
 
+@pytest.mark.full
 def test_a_part_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch):
     # The inner process stands for a rank whose kernel waits for ever.
     file = tmp_path / "pid"

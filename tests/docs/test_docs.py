@@ -18,10 +18,13 @@ from helpers import run_python
 import jax_ring
 import pytest_jax_ring
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 ROOT = pathlib.Path(__file__).parents[2]
 # Of these CI runs the commands: .ci/run.
 RUN_BY_CI = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/install.md"]
 PAGES = [*RUN_BY_CI[:2], *sorted((ROOT / "docs").rglob("*.md"))]
+PLAIN = ["README.md", "docs/replacing_psum.md"]  # the plain command runs the code of these
 # Their blocks have tests of their own, or are cells that run when the site is built.
 ELSEWHERE = {"compile_for_gpus.md": "gpu_topologies/test_topology_docs.py", "tutorial.md": "the site's build"}
 
@@ -46,14 +49,15 @@ def programs() -> list:
             continue
         blocks = [block for block in blocks_of(page) if not block.mark]
         name = str(page.relative_to(ROOT))
+        marks = () if name in PLAIN else pytest.mark.full
         if python := [block.text for block in blocks if block.language == "python"]:
-            cases.append(pytest.param("python", "\n".join(python), id=name))
+            cases.append(pytest.param("python", "\n".join(python), id=name, marks=marks))
         for block in blocks if page not in RUN_BY_CI else ():
             if block.language == "bash":
                 for line in block.text.splitlines():
                     command = line.partition("  #")[0].strip()
                     if command not in of_ci:
-                        cases.append(pytest.param("bash", command, id=f"{name}: {command}"))
+                        cases.append(pytest.param("bash", command, id=f"{name}: {command}", marks=marks))
     return cases
 
 

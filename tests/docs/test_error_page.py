@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/errors.md").read_text()
 ENTRY = re.compile(r"^### `([^`\n]+)`$", re.MULTILINE)

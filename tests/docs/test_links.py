@@ -4,6 +4,10 @@ import functools
 import pathlib
 import re
 
+import pytest
+
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 

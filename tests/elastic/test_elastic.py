@@ -61,6 +61,7 @@ def recovery_seconds(result):
     return max(float(at) for at in re.findall(r"([\d.]+) enters at [1-9]\d* .* gen 1", result.stdout)) - began
 
 
+@pytest.mark.one_pair
 def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, record_property, tmp_path):
     began = time.monotonic()
     # Where a survivor is slow, the other process could be there before both have left.
@@ -78,6 +79,7 @@ def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, re
     record_property("soak", f"{recovery_seconds(result):.2f} s from the kill, {time.monotonic() - began:.1f} s in all")
 
 
+@pytest.mark.full
 def test_all_are_killed_at_once(environment, undisturbed):
     """The launcher starts others, which go on from the commits that it has kept."""
     faults = {str(process): [4, "SIGKILL"] for process in range(3)}
@@ -100,6 +102,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAULTS)
 def test_other_faults(environment, undisturbed, name, request):
     if not request.config.getoption("--soak"):
@@ -111,6 +114,7 @@ def test_other_faults(environment, undisturbed, name, request):
     assert digests(result) == [(undisturbed, left)] * left, result.stdout
 
 
+@pytest.mark.full
 def test_all_are_killed_and_commits_are_on_disk(environment, undisturbed, tmp_path, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
@@ -121,6 +125,7 @@ def test_all_are_killed_and_commits_are_on_disk(environment, undisturbed, tmp_pa
     assert entries(result)[2][0] == 4
 
 
+@pytest.mark.full
 def test_dead_arrays_say_so(environment, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")

@@ -198,6 +198,7 @@ def test_loops_at_once():
     run_concurrently(job(1), job(2), job(3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_ten_thousand_calls(ranks):
     # Each call sums the counters of the ranks, which agree only if every rank has made every earlier call.
@@ -212,6 +213,7 @@ def test_ten_thousand_calls(ranks):
     np.testing.assert_array_equal(sharded(body, mesh=mesh)(x), np.full(ranks, 10_000))
 
 
+@pytest.mark.full
 def test_hundreds_of_steps_in_flight():
     # As docs/sharp_bits.md has it: with JAX 0.10.2 and one thread for each device, a rank of a step can find none.
     code = """

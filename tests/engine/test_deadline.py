@@ -3,6 +3,9 @@
 import jax
 import pytest
 from helpers import run_python
+from tiers import full_but
+
+pytestmark = pytest.mark.one_pair  # native code
 
 PROGRAM = """
 import time
@@ -61,6 +64,7 @@ check_health()
 """)
 
 
+@pytest.mark.full
 def test_the_failure_as_fields():
     run("""
 import jax_ring, re
@@ -126,6 +130,7 @@ check_health()
     )
 
 
+@pytest.mark.full
 def test_names_all_missing_ranks():
     run("""
 text, _ = error_of(skipped_by([0, 2, 7]), x)
@@ -135,6 +140,7 @@ check_health()
 """)
 
 
+@pytest.mark.full
 def test_names_the_group_and_the_rank_within_it():
     run("""
 text, _ = error_of(skipped_by([6], axis_index_groups=[[0, 1, 2], [7, 6, 5, 4, 3]]), x)
@@ -145,6 +151,7 @@ check_health()
 """)
 
 
+@pytest.mark.full
 def test_ranks_of_a_failed_call_do_not_wait_again():
     # Rank 3 skips the first call, and waits in the second one for ranks that have failed. It must not wait for a second
     # deadline. The deadline is long compared with the delays of a busy machine.
@@ -167,6 +174,7 @@ check_health()
     )
 
 
+@pytest.mark.full
 def test_what_is_in_flight_fails_with_the_call_that_it_waits_behind():
     run(
         """
@@ -191,6 +199,7 @@ for _ in range(2):
     )
 
 
+@pytest.mark.full
 def test_other_programs_are_not_disturbed():
     # While one program waits for its deadline, another one on the same devices completes.
     run("""
@@ -207,6 +216,7 @@ check_health()
 """)
 
 
+@pytest.mark.full
 def test_repeated_failures():
     run(
         """
@@ -222,7 +232,7 @@ for _ in range(8):
     )
 
 
-@pytest.mark.parametrize("kind", ["pure_callback", "io_callback", "in a scan"])
+@pytest.mark.parametrize("kind", full_but(["pure_callback", "io_callback", "in a scan"], ["io_callback"]))
 def test_a_callback_that_raises_on_one_rank(kind):
     errors = run(f"""
 from jax.experimental import io_callback
@@ -252,6 +262,7 @@ os._exit(0)  # JAX raises the callback's exception once more
     assert "if a callback has raised there" in errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [8, 15, 16])
 def test_names_the_threads_that_launches_may_hold(threads):
     # Newer JAX keeps no thread for a launch that waits.
@@ -266,6 +277,7 @@ assert (advice in text) == {advised}, text
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan", ""])
 def test_a_deadline_must_be_a_positive_number(text):
     result = run_python("import jax_ring", JAX_RING_TIMEOUT_S=text)
@@ -273,6 +285,7 @@ def test_a_deadline_must_be_a_positive_number(text):
     assert f"JAX_RING_TIMEOUT_S must be a positive number of seconds, got {text!r}" in result.stderr
 
 
+@pytest.mark.full
 def test_default_deadline():
     result = run_python("import jax_ring._ffi_cpu as engine; print(engine.deadline())")
     assert result.stdout.strip() == "60.0", result.stderr

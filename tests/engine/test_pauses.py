@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from watched import Processes, as_text
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # native code; takes as long as the pauses
+
 DEADLINE = 2.0
 PAUSE = 1.3 * DEADLINE
 PAUSES = 2

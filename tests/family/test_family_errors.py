@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum_scatter, ring_reduce
 
+pytestmark = pytest.mark.one_pair  # the values of the family cover all of its code
+
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 MOVES = ("all_to_all", "ppermute")
 # An engine has several algorithms for these: that of GPUs for sums, that between processes for extrema as well.
@@ -215,6 +217,7 @@ def test_broadcast_by_xla_keeps_negative_zeros(dtype):
     assert result.tobytes() == x.reshape(RANKS, *SHAPE)[2].tobytes()
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named():
     result = run_python(
         """

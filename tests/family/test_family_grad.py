@@ -19,6 +19,8 @@ from jax_ring import (
     ring_reduce,
 )
 
+pytestmark = pytest.mark.one_pair  # the values of the family cover all of its code
+
 X = (np.arange(RANKS * np.prod(SHAPE)) % 5 - 2).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 
 
@@ -55,6 +57,7 @@ def test_jvp_and_linearize(subtests, check_vma):
     assert_family_matches_lax(subtests, body, X, differentiable, check_vma=check_vma)
 
 
+@pytest.mark.full
 def test_second_derivatives(subtests, check_vma):
     def body(fun, x, pair):
         gradient = jax.grad(lambda x: loss(fun, x))
@@ -71,6 +74,7 @@ def test_remat_and_scan(subtests, check_vma):
     assert_family_matches_lax(subtests, body, X, comparable, check_vma=check_vma, rtol=1e-5)
 
 
+@pytest.mark.full
 @every_collective(comparable)
 def test_gradient_from_outside_of_the_map(collective, check_vma):
     gradients = []

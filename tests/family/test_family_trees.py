@@ -11,6 +11,8 @@ from jax import lax
 
 from jax_ring import ring_all_gather, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter
 
+pytestmark = pytest.mark.one_pair  # the values of the family cover all of its code
+
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all", "permute"]
 
@@ -27,11 +29,13 @@ def test_matches_lax(subtests, check_vma):
     assert_family_matches_lax(subtests, body, X, check_vma=check_vma)
 
 
+@pytest.mark.full
 @every_collective()
 def test_one_call_for_each_dtype(collective, check_vma):
     assert num_calls(sharded(lambda x: collective.ring(tree_of(x), "i"), check_vma=check_vma), X) == 3
 
 
+@pytest.mark.full
 @every_collective()
 def test_the_hlo_names_the_collective(collective, check_vma):
     text = compiled_text(sharded(lambda x: collective.ring(x, "i"), check_vma=check_vma), X)

@@ -2,7 +2,10 @@
 
 import pathlib
 
+import pytest
 from helpers import run_processes
+
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
 
 PROGRAM = """
 import jax

@@ -3,7 +3,10 @@
 import pathlib
 import re
 
+import pytest
 from helpers import run_python
+
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

@@ -17,6 +17,8 @@ from timeline import EXCHANGE, MAIN, timeline
 import jax_ring
 from jax_ring import assume_hosts
 
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
+
 SHIFT = [(rank, (rank + 1) % 8) for rank in range(8)]
 PAIRS = [(0, 7), (5, 2)]
 

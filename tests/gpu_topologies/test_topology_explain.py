@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring import assume_hosts, explain
 
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
+
 
 def explained(mesh, fun, shape=(16 * 64,), dtype=jnp.float32):
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False)

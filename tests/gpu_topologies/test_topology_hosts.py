@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import assume_hosts, ring_psum, runtime
 
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
+
 
 @pytest.fixture
 def psum(mesh_of):

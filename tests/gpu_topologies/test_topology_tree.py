@@ -6,6 +6,8 @@ from compiled_programs import ONE_HOST, TWO_HOSTS, attribute, calls_in, collecti
 
 from jax_ring import ShardSums, assume_hosts, ring_psum, ring_psum_scatter, ring_reduce, shard_tree
 
+pytestmark = pytest.mark.one_pair  # other modules cover what XLA's passes do with calls
+
 NUM_SHARDS = 24
 
 

@@ -25,6 +25,8 @@ from jax_ring import (
     runtime,
 )
 
+pytestmark = pytest.mark.one_pair  # native code
+
 # In a process of its own: the recorder names the first 4095 different calls of a process, and one worker's tests may
 # have made as many before. Calls that other tests have launched and not awaited would be counted as well.
 OWN_PROCESS = pytest.mark.jax_processes(1, devices=8)
@@ -195,6 +197,7 @@ def test_a_failure_says_what_the_missing_rank_did_last():
     assert "failed" in result.stdout
 
 
+@pytest.mark.full
 def test_it_can_be_turned_off():
     result = run_python(MISSING, JAX_RING_TIMEOUT_S="1", JAX_RING_RECORDER="0")
     assert result.returncode == 0, result.stderr

@@ -9,6 +9,8 @@ from jax_ring.launcher.elastic_hosts import evidence
 from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning, chosen
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 
 def host(name, processes=1):
     return Host(name, f"{name}:1", processes)

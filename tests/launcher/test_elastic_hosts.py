@@ -17,6 +17,8 @@ from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone, reserved_por
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic_hosts.leaving import Leaving
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 TIME_LIMIT = 60
 # Prints where it is, and leaves at the next "commit" when members are to change.
 SCRIPT = f"""
@@ -118,6 +120,7 @@ def test_hosts_join_and_any_may_be_lost(launchers):
     assert "CancelledError" not in launchers.output(b)
 
 
+@pytest.mark.full
 def test_a_stopped_launcher_does_not_go_on_by_itself(launchers):
     options = ("--heartbeat-timeout", "5")
     a = launchers.start(*options, nnodes="2:3")
@@ -134,6 +137,7 @@ def test_a_stopped_launcher_does_not_go_on_by_itself(launchers):
     assert [launchers.status(each) for each in (a, *others)] == [0, 0, 0], launchers.outputs()
 
 
+@pytest.mark.full
 def test_one_of_two_does_not_go_on_when_the_other_is_silent(launchers):
     a = launchers.start("--heartbeat-timeout", "2", nnodes="1:2")
     b = launchers.start("--heartbeat-timeout", "2", "--node-timeout", "4", nnodes="1:2")
@@ -175,6 +179,7 @@ def test_a_signal_while_the_leader_waits_for_the_processes_of_others(launchers):
     assert launchers.status(hosts[0]) == 128 + signal.SIGTERM
 
 
+@pytest.mark.full
 def test_a_stopped_process_does_not_hold_up_the_others(launchers):
     options = ("--heartbeat-timeout", "2", "--leave-timeout", "0.5", "--backoff", "0", "--max-restarts", "1")
     hosts = [launchers.start(*options, nnodes="2:2") for _ in range(2)]

@@ -13,6 +13,8 @@ from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.shared import Outcome, Shared
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 OPTIONS = Options((), nnodes=3, min_nodes=2, coordinators=(("a", 1),))
 
 

@@ -10,6 +10,8 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, MODULE, WAITS, assert_gone, comman
 from jax_ring import launch
 from jax_ring.launcher import environment
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 
 def test_scripts_run_as_under_python(script):
     script("value = 'of a module beside it'", "beside.py")
@@ -30,6 +32,7 @@ print("no newline", end="", file=sys.stderr)
     assert sorted(err.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 
+@pytest.mark.full
 def test_initialize_without_arguments(script):
     """jax.distributed.initialize() finds all processes and devices; a psum over all devices.
 
@@ -74,6 +77,7 @@ train(jax_ring.elastic.State(step=0))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["", CONNECTS_AGAIN], ids=["initialize", "elastic"])
 def test_a_handler_of_sigterm_is_kept(script, then):
     """JAX's preemption service has one of its own."""

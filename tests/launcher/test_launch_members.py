@@ -11,6 +11,8 @@ from launches import assert_gone, command_with, run, start
 from jax_ring.launcher import protocol
 from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 # A member of an elastic job, in which `step` is what a process does in a generation: it returns why it leaves.
 ELASTIC = f"""
 import importlib.util, os, signal, sys, time
@@ -146,6 +148,7 @@ raise KeyError("no such column")
     assert not any(pathlib.Path(line.split()[-1]).exists() for line in out)
 
 
+@pytest.mark.full
 def test_a_stopped_member_that_nobody_else_misses_is_killed(script):
     """The only one of its generation, which the process that is to join waits for."""
     path = script(
@@ -174,6 +177,7 @@ print("members", member.num_processes, flush=True)
     assert out == ["[0] members 1", "[0] members 2", "[1] members 2"], (out, err)
 
 
+@pytest.mark.full
 def test_only_the_time_since_a_member_was_stopped_anew_counts(script, tmp_path):
     """Rank 0 is stopped twice. Those who wait for it the first time die, and the second time it goes on soon."""
     path = script(
@@ -217,6 +221,7 @@ print("members", member.num_processes, flush=True)
     assert out == ["[0] members 2", "[1] members 2"], (out, err)
 
 
+@pytest.mark.full
 def test_one_that_dies_before_it_connects_does_not_end_the_others(script):
     """Clients of JAX's service wait for all to connect, and would abort their processes in the end."""
     path = script(

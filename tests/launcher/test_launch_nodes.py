@@ -17,6 +17,8 @@ from jax_ring.launcher.job import Job, SignalledError
 from jax_ring.launcher.multi_host.hosts import FirstHost
 from jax_ring.launcher.multi_host.links import Hub, Link
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
 import os, pathlib, time

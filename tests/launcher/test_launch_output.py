@@ -11,6 +11,8 @@ from launches import COMMAND, run
 from jax_ring.launcher import output
 from jax_ring.launcher.processes import LogFiles
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 TIMEOUT_S = 60  # of what should take a second
 
 

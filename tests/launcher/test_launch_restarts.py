@@ -12,6 +12,8 @@ from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job
 
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
 
 def test_a_failed_job_starts_again(script):
     path = script(
@@ -62,6 +64,7 @@ def test_backoff(backoff, restarts, expected):
     assert job.backoff() == expected
 
 
+@pytest.mark.full
 def test_the_death_of_the_coordination_service_is_not_blamed_on_a_rank(script):
     """JAX aborts the processes that are its clients."""
     path = script(
@@ -299,6 +302,7 @@ def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
     assert {name: found.get(name) for name in expected} == expected
 
 
+@pytest.mark.full
 def test_the_death_of_rank_0_leaves_the_others_their_service(script):
     path = script(
         """

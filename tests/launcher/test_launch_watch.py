@@ -112,6 +112,8 @@ def launched(*arguments):
     return out, err
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_ranks_that_wait_and_ranks_that_do_not_come(script):
     """Of a collective of XLA. One is in Python, another holds Python's lock there, and the job starts again."""
     out, err = launched("-n", "3", "--max-restarts", "1", script(WATCHED), "8")
@@ -127,6 +129,8 @@ def test_ranks_that_wait_and_ranks_that_do_not_come(script):
     assert re.search(r"failed: rank 1 \(pid \d+\) is stuck in step 5 \(step\): in Python; restart 1 of 1", err), err
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 @pytest.mark.parametrize("nnodes", ["2", "2:2"])
 def test_processes_of_several_hosts(nnodes, script):
     """The launcher that leads compares all, and the other one ends those of its host that hang."""
@@ -156,6 +160,7 @@ def test_processes_of_several_hosts(nnodes, script):
     assert re.search(r"failed: rank 1 \(pid \d+\) of host 1 is stuck in step 5 \(step\): in Python", err), err
 
 
+@pytest.mark.full
 def test_a_program_that_is_not_edited(script):
     options = "-n", "2", "--max-restarts", "1", "--watch", "8", "--on-stuck", "end"
     out, err = launched(*options, script(UNEDITED))
@@ -166,6 +171,7 @@ def test_a_program_that_is_not_edited(script):
     assert re.search(r"failed: rank 1 \(pid \d+\) is stuck in an execution: stopped; restart 1", err), err
 
 
+@pytest.mark.one_pair
 def test_a_call_that_cannot_be_left(script):
     """The launcher ends both processes, and others go on from the commits that it has kept."""
     options = "-n", "2", "--max-restarts", "2", "--watch", "8", "--on-stuck", "end", "--leave-timeout", "2"
@@ -178,6 +184,7 @@ def test_a_call_that_cannot_be_left(script):
     assert re.search(r"rank 1 \(pid \d+\) is stuck; killing it\n.*rank 0 \(pid \d+\) has not left", err, re.DOTALL), err
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("arguments", [["--watch", "0"], ["--watch", "-1"], ["--on-stuck", "raise"]])
 def test_refused_options(arguments, script):
     status, _, err = run("-n", "1", *arguments, script(""))

@@ -11,6 +11,8 @@ import sys
 import pytest
 from launches import reserved_ports
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # a job for each scheduler; the launcher is Python's
+
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/elastic.md").read_text()
 NUM_HOSTS = 3
 # Each host may listen at any of the addresses, and takes the first that is free.

@@ -123,6 +123,7 @@ x = jnp.arange(16.0)
 """
 
 
+@pytest.mark.full
 def test_groups_may_make_different_numbers_of_calls():
     # The ranks of one group wait at the barrier for several deadlines.
     result = run_python(
@@ -168,6 +169,7 @@ else:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 def test_programs_that_depend_on_a_failed_one_fail_too():
     # They contain a collective of XLA, which would wait for the ranks that failed, and then end the process.
     result = run_python(

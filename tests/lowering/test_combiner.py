@@ -141,6 +141,7 @@ def random_program(rng: np.random.Generator):
     return run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs(seed):
     program = random_program(np.random.default_rng(seed))

@@ -33,6 +33,7 @@ BODIES = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 def test_no_module_is_part_of_a_cycle(name):
     check(jax.shard_map(BODIES[name], mesh=make_mesh((4,)), in_specs=P("i"), out_specs=P("i"), check_vma=False))

@@ -17,6 +17,8 @@ from jax_ring.inspect.compiled import find_collectives
 from jax_ring.lowering import tuning
 from jax_ring.lowering.tuning import NO_LIMIT, Thresholds
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = {2: Thresholds(1000, 2000), 8: Thresholds(32, 64)}
 
@@ -185,6 +187,7 @@ def test_bad_files_are_refused(text, why, tmp_path):
     assert "benchmarks/allreduce.py --tune" in str(error.value)
 
 
+@pytest.mark.full
 def test_environment_variable(tmp_path):
     file = tmp_path / "tuning.json"
     result = run_python("import jax_ring", JAX_RING_TUNING=str(file))
@@ -198,6 +201,7 @@ def test_environment_variable(tmp_path):
     ), result.stderr
 
 
+@pytest.mark.full
 def test_the_benchmark_writes_a_file(tmp_path):
     file = tmp_path / "tuning.json"
     command = [BENCHMARKS / "allreduce.py", "-b", "64", "-e", "64K", "-f", "32", "-n", "1", "-w", "0", "--devices", "3"]

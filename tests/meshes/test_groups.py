@@ -7,8 +7,11 @@ import pytest
 from helpers import assert_matches_lax, assert_same_bits, make_mesh, num_calls, rank_fold, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import ring_psum
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 6
 MESH = make_mesh((RANKS,))
@@ -36,6 +39,7 @@ def psum_in(groups):
     return lambda x: ring_psum(x, "i", axis_index_groups=groups)
 
 
+@pytest.mark.one_pair
 @every_group
 def test_sum_of_each_group(groups):
     values = X.reshape(RANKS, 2)
@@ -53,6 +57,7 @@ def test_matches_lax(groups):
     assert_matches_lax(body, X, mesh=MESH, check_vma=False)
 
 
+@pytest.mark.one_pair
 @every_group
 def test_derivatives(groups):
     def body(psum, x):
@@ -62,6 +67,7 @@ def test_derivatives(groups):
     assert_matches_lax(body, X, mesh=MESH, check_vma=False)
 
 
+@pytest.mark.one_pair
 def test_the_order_within_a_group_is_the_order_written():
     values = np.array([1e8, 3, -1e8, 1e8, -1e8, 3], np.float32)
     for groups in ([[0, 1, 2], [3, 4, 5]], [[0, 2, 1], [5, 3, 4]]):
@@ -71,6 +77,7 @@ def test_the_order_within_a_group_is_the_order_written():
                 assert_same_bits(total[rank], rank_fold(values[group]))
 
 
+@pytest.mark.one_pair
 def test_groups_of_one_axis_of_two():
     mesh = make_mesh((2, 4), ("j", "i"))
     x = np.arange(16, dtype=np.float32)
@@ -83,6 +90,7 @@ def test_groups_of_one_axis_of_two():
         assert_matches_lax(body, x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("axes", [("i", "j"), ("j", "i")], ids=str)
 def test_groups_of_a_tuple_of_axes(axes):
     # Ranks are row-major over the axes in the order given.
@@ -96,6 +104,7 @@ def test_groups_of_a_tuple_of_axes(axes):
         assert_matches_lax(body, X, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
+@pytest.mark.one_pair
 def test_different_groups_in_one_program():
     def body(psum, x):
         rows = psum(x, "i", axis_index_groups=[[0, 1, 2], [3, 4, 5]])
@@ -110,6 +119,7 @@ def test_different_groups_in_one_program():
     assert num_calls(sharded(other, mesh=MESH, check_vma=False), X) == 2
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("groups", EVEN.values(), ids=EVEN.keys())
 def test_constants(groups):
     # As in lax, a constant is multiplied by the size of the first group, which is correct for groups of equal size.
@@ -131,6 +141,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("groups", MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_groups(groups, check_vma):
     message = r"axis_index_groups must hold every rank of \('i',\) exactly once, that is 0 to 5"
@@ -139,6 +150,7 @@ def test_malformed_groups(groups, check_vma):
     assert str(groups) in str(error.value)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     "kind", ["repeated_in_two", "repeated_in_one", "repeated_for_missing", "too_large", "negative"]
 )
@@ -150,6 +162,7 @@ def test_malformed_groups_raise_as_in_lax(kind):
             f(X)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("groups", [3, [0, 1, 2, 3, 4, 5]], ids=str)
 def test_not_a_list_of_lists(groups):
     for psum in (ring_psum, lax.psum):
@@ -158,6 +171,7 @@ def test_not_a_list_of_lists(groups):
             f(X)
 
 
+@pytest.mark.one_pair
 def test_groups_require_check_vma_false():
     for psum in (ring_psum, lax.psum):
         f = sharded(lambda x, psum=psum: psum(x, "i", axis_index_groups=EVEN["halves"]), mesh=MESH)
@@ -167,6 +181,7 @@ def test_groups_require_check_vma_false():
         sharded(psum_in(EVEN["halves"]), mesh=MESH)(X)
 
 
+@pytest.mark.one_pair
 def test_positional_axes_are_refused():
     for psum in (ring_psum, lax.psum):
         f = sharded(
@@ -176,6 +191,7 @@ def test_positional_axes_are_refused():
             f(X)
 
 
+@pytest.mark.one_pair
 def test_constants_count_the_ranks_of_their_own_group():
     # lax.psum returns the size of the first group on every rank.
     groups = [[0, 1, 2], [3, 4, 5, 6, 7]]
@@ -188,12 +204,14 @@ def test_constants_count_the_ranks_of_their_own_group():
     np.testing.assert_array_equal(result, np.outer([3, 3, 3, 5, 5, 5, 5, 5], [1, 2]))
 
 
+@pytest.mark.one_pair
 def test_groups_of_one_need_no_call():
     f = sharded(lambda x: ring_psum(x, "i", axis_index_groups=[[i] for i in range(8)]), check_vma=False)
     assert num_calls(f, jnp.arange(8.0)) == 0
     np.testing.assert_array_equal(f(jnp.arange(8.0)), np.arange(8.0))
 
 
+@pytest.mark.one_pair
 def test_constants_need_no_communication_with_vma_tracking():
     groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
     for psum in (ring_psum, lax.psum):

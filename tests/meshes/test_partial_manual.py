@@ -323,6 +323,7 @@ print(f(x).sum(), hits.count("/jax/compilation_cache/cache_hits") > 0)
 """
 
 
+@pytest.mark.full
 def test_the_persistent_cache_serves_another_process(tmp_path):
     outputs = [run_python(CACHED, JAX_COMPILATION_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     assert [each.stdout.split()[-2:] for each in outputs] == [["2016.0", "False"], ["2016.0", "True"]], outputs

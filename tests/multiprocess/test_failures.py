@@ -18,6 +18,8 @@ from watched import Processes
 
 from jax_ring.launcher.environment import reserved_address
 
+pytestmark = pytest.mark.one_pair  # native code and Python's
+
 DEADLINE = 1.5
 HANG = 120.0  # seconds, far more than a process takes on a loaded machine
 ENVIRONMENT = {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
@@ -288,6 +290,7 @@ def make_mismatched_calls(addresses):
     time.sleep(1000)
 
 
+@pytest.mark.full
 def test_mismatched_calls_and_reinitialization():
     with (
         reserved_address() as one,
@@ -307,6 +310,7 @@ def test_mismatched_calls_and_reinitialization():
 # ---- Calls in different orders ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "devices_each",
     [

@@ -4,6 +4,8 @@ import pytest
 
 from pytest_jax_ring import fault_point, kill, stop
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; native code and Python's
+
 
 def _program():
     import jax

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import numpy as np
+import pytest
 from helpers import run_python
 from jax.sharding import Mesh
 from test_failures import check_total, mapped, total, values
@@ -64,6 +65,7 @@ def forks_between_sums():
     assert (np.asarray(first(x).addressable_shards[0].data) == 2).all()
 
 
+@pytest.mark.full
 def test_the_job_goes_on():
     with Processes(forks_between_sums, 2, environment=ENVIRONMENT) as program:
         results = program.wait(TIME_LIMIT)
@@ -100,6 +102,7 @@ f.lower(x)
     assert "method spawn or forkserver" in result.stdout
 
 
+@pytest.mark.full
 def test_a_child_that_is_forked_before_jax_starts_may_use_it():
     result = run_python(
         """

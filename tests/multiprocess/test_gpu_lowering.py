@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import client, of_all_processes
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 
 class FakeKernels:
     """A fake of the native module of kernels. The process sees these GPUs, by PCI address and UUID."""
@@ -85,12 +87,22 @@ def test_one_process_lowers_alone():
     ("scenario", "why"),
     [
         ("one GPU", r"device 0 \(GPU-7 at .*, process 0\) is on the same GPU as device \d+ \(GPU-7 at .*, process 1\)"),
-        ("slices", r"device 0 \(MIG-0 at .*, process 0\) is on the same GPU as device \d+ \(MIG-1 at .*, process 1\)"),
-        (
+        # One reason stands for all: a process publishes text in JAX's service.
+        pytest.param(
+            "slices",
+            r"device 0 \(MIG-0 at .*, process 0\) is on the same GPU as device \d+ \(MIG-1 at .*, process 1\)",
+            marks=pytest.mark.one_pair,
+        ),
+        pytest.param(
             "no peer access",
             r"device 0 \(GPU-0 at .*, process 0\) has no peer access to device \d+ \(GPU-1 at .*process 1",
+            marks=pytest.mark.one_pair,
         ),
-        ("no kernels", r"in process 1, jax_ring was built without its CUDA kernels: it was not built"),
+        pytest.param(
+            "no kernels",
+            r"in process 1, jax_ring was built without its CUDA kernels: it was not built",
+            marks=pytest.mark.one_pair,
+        ),
     ],
 )
 def test_all_processes_fall_back_for_the_same_reason(scenario, why):

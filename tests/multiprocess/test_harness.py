@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from watched import Processes, as_text
 
+pytestmark = pytest.mark.one_pair  # native code and Python's
+
 
 def total(scale):
     mesh = Mesh(np.array(jax.devices()), ("i",))

@@ -84,6 +84,7 @@ def leave_in_turn(folder):
     wait_for(folder / "others have exited")
 
 
+@pytest.mark.full
 def test_leaving_processes_are_named_at_once(tmp_path):
     with Processes(leave_in_turn, 4, arguments=[str(tmp_path)], environment=ENVIRONMENT) as program:
         for process in program.popen[1:]:
@@ -95,6 +96,7 @@ def test_leaving_processes_are_named_at_once(tmp_path):
     assert "ValueError: bad\nbatch" in results[2].stderr
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, environment={"JAX_RING_TIMEOUT_S": "20"})
 def test_threads_that_launch_programs_of_one_name():
     import threading

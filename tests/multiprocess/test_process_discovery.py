@@ -14,6 +14,8 @@ from watched import Processes, as_text
 
 from jax_ring.launcher.environment import reserved_address
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 
 def attributes(text: str) -> list[tuple[str, str]]:
     """For each call in a lowered program: the processes of its ranks, and the program's name without its digest."""

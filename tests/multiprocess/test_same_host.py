@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from job import merged
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 RANKS = 8
 EXCHANGES = ("all_to_all", "ppermute", "pbroadcast", "ragged", "grad of exchanges")
 
@@ -136,7 +138,11 @@ def digests(cases: Iterable[Case], devices: Sequence) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "num_processes", [pytest.param(n, marks=pytest.mark.jax_processes(n, devices=RANKS)) for n in (2, 4)]
+    "num_processes",
+    [
+        pytest.param(2, marks=pytest.mark.jax_processes(2, devices=RANKS)),
+        pytest.param(4, marks=[pytest.mark.jax_processes(4, devices=RANKS), pytest.mark.one_pair]),
+    ],
 )
 def test_same_bits_as_one_process(num_processes):
     """The devices of a process are enough for all ranks. Each process finds a part of what is expected."""

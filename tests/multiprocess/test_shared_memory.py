@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from job import client, job_token, segments
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; native code and Python's
+
 # Later than the test may end: a process that waited for it would not pass.
 DEADLINE = 3600.0
 

@@ -13,6 +13,8 @@ from job import segments
 from random_programs import soak
 from watched import Processes, as_text
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; native code and Python's
+
 DEADLINE = 4.0
 STEP_TIMEOUT = 240.0
 LAYOUTS = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)]  # (processes, devices per process)

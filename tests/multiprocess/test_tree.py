@@ -16,6 +16,8 @@ from test_same_host import put, rows
 
 from jax_ring import ShardSums, _ffi_cpu, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
 
+pytestmark = pytest.mark.one_pair  # native code and Python's
+
 RANKS, SHARDS = 8, 24
 SMALL_CASES = [("float32", 4104), ("bfloat16", 4104)]  # types, and numbers of values
 CASES = [*SMALL_CASES, ("float32", 300_008)]
@@ -96,16 +98,19 @@ def test_one_process_has_the_bits_of_numpy():
                 assert in_one_process[f"{dtype}[{count}] ['{name}'] {rank}"] == digest(expected), (name, rank)
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, devices=RANKS)
 def test_same_bits_between_processes():
     check_bits(["consecutive", "interleaved"], CASES)
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(4, devices=RANKS, environment=[{"JAX_RING_HOST_ID": host} for host in "aabb"])
 def test_same_bits_on_two_hosts():
     check_bits(["consecutive", "interleaved"], SMALL_CASES)
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2)
 def test_different_numbers_of_shards_never_meet():
     terms = jnp.ones((2 * jax.device_count(), 3))

@@ -403,6 +403,7 @@ def test_active_in_one_thread_only():
         assert f(X) == ENGINE_TOTAL
 
 
+@pytest.mark.full
 def test_concurrent_lowerings_do_not_mix():
     # Some threads toggle the override while others lower programs with many sums.
     start = threading.Barrier(4)
@@ -430,6 +431,7 @@ def test_concurrent_lowerings_do_not_mix():
 # Errors.
 
 
+@pytest.mark.full
 def test_a_missing_rank_is_named_with_the_call_site():
     result = run_python(
         """

@@ -12,9 +12,13 @@ from helpers import RANKS, compiled_text, make_mesh, sharded
 from jax import lax
 from jax._src.lax import parallel  # has the asynchronous collectives that jax.lax does not
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import explain, override_lax, runtime
 from jax_ring.lowering import lax_rules
+
+pytestmark = pytest.mark.full  # the whole family, and programs that others cover
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 X = np.random.default_rng(0).standard_normal((RANKS * SHAPE[0], SHAPE[1])).astype(np.float32)
 VALUES = X.reshape(RANKS, *SHAPE)

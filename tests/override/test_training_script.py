@@ -1,9 +1,14 @@
 """An unmodified training script gives the same bits under override_lax(), with no all-reduce of XLA left."""
 
+import pytest
 from flax_training import batches, init_state, make_train_step, train
 from helpers import TARGET, assert_same_bits, make_mesh
+from tiers import vma_fixture
 
 from jax_ring import override_lax
+
+pytestmark = pytest.mark.full  # the whole family, and programs that others cover
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 STEPS = 10
 

@@ -56,6 +56,7 @@ def test_options_of_python(options, given, monkeypatch):
     assert report._options_of_python() == options
 
 
+@pytest.mark.full
 def test_active_options():
     text = run(JAX_RING_TIMEOUT_S="2.5", JAX_RING_ISA="baseline", JAX_RING_STRICT="1")
     assert value_of("JAX_RING_TIMEOUT_S", text) == "'2.5': 2.5 seconds"
@@ -71,6 +72,7 @@ def test_active_options():
     assert value_of("JAX_RING_TUNING", text) == "not set: built-in thresholds for algorithm='auto'"
 
 
+@pytest.mark.one_pair
 def test_ranks_are_spread_where_no_core_is_to_spare():
     """One core has no other, and with more cores than ranks the system's placement stays."""
     cores = len(os.sched_getaffinity(0))

@@ -3,6 +3,10 @@
 import pathlib
 import re
 
+import pytest
+
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 ROOT = pathlib.Path(__file__).parents[2]
 FFI = ROOT / "ffi"
 MAX_FILES = 15

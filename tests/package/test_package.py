@@ -104,11 +104,14 @@ def test_a_python_without_jax_is_reported():
     assert f"ImportError: jax_ring needs JAX, which this Python ({sys.executable}) does not have" in result.stderr
 
 
+@pytest.mark.one_pair
 def test_an_unknown_instruction_set_is_refused():
     result = run_python("import jax_ring", JAX_RING_ISA="neon")
     assert "JAX_RING_ISA must be baseline, avx2 or avx512, got 'neon'" in result.stderr
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one set of kernels")
 def test_the_widest_instruction_set_of_the_processor_is_used():
     """Whatever has compiled the module: some compilers' own check finds none."""
@@ -123,6 +126,8 @@ def test_the_widest_instruction_set_of_the_processor_is_used():
     assert run_python(program, JAX_RING_ISA="").stdout.split() == [wanted]
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_every_instruction_set_gives_the_same_bits():
     program = """
 import hashlib

@@ -103,6 +103,7 @@ def run_tests(tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_the_body_runs_in_each_process(run_tests, monkeypatch, tmp_path):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
     monkeypatch.setenv("no_proxy", "")
@@ -172,6 +173,8 @@ def texts_by_test(output: str) -> dict[str, str]:
     return dict(zip(texts[1::2], texts[2::2], strict=True))
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_the_rank_that_failed_comes_first(run_tests):
     status, output = run_tests(
         """
@@ -198,6 +201,8 @@ def test_wrong_mark():
     assert "2 failed" in output
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_hangs_and_exits(run_tests):
     status, output = run_tests(
         """
@@ -232,6 +237,8 @@ def test_not_run():
     assert "2 failed" in output
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_stacks_of_slow_ranks(run_tests, tmp_path):
     # As on a loaded machine: a rank that takes seconds to handle the signal, and one that is still starting.
     starts = "import os, time\nif 'STARTS_SLOWLY' in os.environ: time.sleep(1000)"
@@ -259,6 +266,8 @@ def test_starting():
     assert "still starting after 2 s" in of["test_starting"]
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_faults(run_tests):
     status, output = run_tests(
         """
@@ -282,6 +291,8 @@ def test_not_reached():
     assert "did not happen: kill of rank 0 at 'another point'" in output
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_stops_and_delays(run_tests):
     status, output = run_tests(
         """
@@ -308,6 +319,7 @@ def test_delayed():
     assert "2 passed" in output
 
 
+@pytest.mark.full
 def test_lax_is_replaced(run_tests):
     tests = """
 import jax_ring

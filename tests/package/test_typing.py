@@ -15,9 +15,12 @@ from gradient_functions import CALLS, loss
 import jax_ring
 from jax_ring import zero
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 PROGRAM = pathlib.Path(__file__).with_name("typing_of_calls.py")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)  # without its cache mypy reads all of JAX
 def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
     options = tmp_path / "mypy.ini"

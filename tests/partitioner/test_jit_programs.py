@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_partitioned_values import check
 
+pytestmark = pytest.mark.full  # many programs of the same kinds
+
 RNG = np.random.default_rng(0)
 
 

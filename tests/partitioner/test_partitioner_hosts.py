@@ -13,6 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.full  # jobs of several processes
+
 RNG = np.random.default_rng(0)  # the same numbers in all processes
 HOSTS = [{"JAX_RING_HOST_ID": host} for host in "ab"]
 STEPS = re.compile(r'call = "([\w-]+) of [^"]* \(([\w-]+) within a host\)"')

@@ -303,6 +303,7 @@ with jax_ring.override_lax():
 """
 
 
+@pytest.mark.full
 def test_the_persistent_cache(tmp_path):
     """A program is lowered and compiled under the override, or only lowered, or neither."""
     for strict, of_products in (("", "True"), ("", "True"), ("1", "forbidden")):
@@ -331,6 +332,7 @@ thread.join()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("expected", "command"),
     [
@@ -353,6 +355,7 @@ def test_a_program_that_is_not_edited(expected, command, tmp_path):
     assert words == [str(expected), "--epochs", "3", str(int("-O" in command)), str(expected), str(expected)]
 
 
+@pytest.mark.full
 def test_the_variable_is_checked():
     result = run_python("import jax_ring", JAX_RING_OVERRIDE="yes")
     assert "JAX_RING_OVERRIDE must be 1 (override_lax() in all threads) or 0, got 'yes'" in result.stderr

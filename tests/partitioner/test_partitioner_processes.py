@@ -66,6 +66,7 @@ def test_same_bits_as_one_process():
         assert merged(digests(mesh)) == expected
 
 
+@pytest.mark.full
 @pytest.mark.jax_processes(2, devices=2, environment={"JAX_RING_TIMEOUT_S": "10"})
 def test_programs_that_differ():
     from jax_ring import override_lax

@@ -12,6 +12,7 @@ from programs import registry, sources, worker
 WORKER = pathlib.Path(worker.__file__)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flax_batch_norm", "equinox_attention", "optax_lbfgs"])
 def test_the_bits_of_xla(name):
     for package in {"optax", name.partition("_")[0]}:

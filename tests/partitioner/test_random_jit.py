@@ -3,6 +3,8 @@
 import pytest
 import random_jit
 
+pytestmark = pytest.mark.full  # many programs of the same kinds
+
 
 @pytest.mark.parametrize("first", [0, 100, 200])
 def test_random_programs(first):

@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "any_number_of_devices.py"
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_the_example():
     """One device, several processes on two hosts, and a training that moves from eight devices to three and to four."""
     sizes = ("--steps=4", "--context=8", "--width=8", "--layers=1")
@@ -24,6 +28,7 @@ def test_the_example():
     assert "the same bits" in result.stdout
 
 
+@pytest.mark.full
 def test_the_benchmark(tmp_path):
     file = tmp_path / "rows.json"
     program = [sys.executable, str(ROOT / "benchmarks" / "tree_order.py"), "--ranks=2", "-b=4K", "-e=16K"]

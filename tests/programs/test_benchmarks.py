@@ -18,6 +18,8 @@ import pytest
 from harness import against, intervals, machine, measure, options, report
 from model import published, topology
 
+pytestmark = pytest.mark.one_pair  # no new calls
+
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
@@ -29,6 +31,7 @@ def run(name, *arguments):
     return result.stdout
 
 
+@pytest.mark.full
 def test_allreduce(tmp_path):
     files = tmp_path / "rows.json", tmp_path / "rows.csv"
     text = run(
@@ -128,6 +131,7 @@ def test_tables_fit_a_terminal():
     assert max(len(line) for table in tables for line in table.splitlines()) <= 80
 
 
+@pytest.mark.full
 def test_costs_of_the_machine():
     """One core has no round trip to another, but switches."""
     code = (
@@ -172,6 +176,7 @@ def test_small_messages_in_round_trips():
     assert "pt" not in report.line(small) + report.line(large, round_trip_us=0.5)
 
 
+@pytest.mark.full
 def test_loops(tmp_path):
     file = tmp_path / "rows.json"
     run(
@@ -189,6 +194,7 @@ def test_loops(tmp_path):
         assert low <= row["speedup"] <= high
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("peer", "module"), [("torch/Gloo", "torch"), ("mpi4jax", "mpi4jax")])
 def test_peers(peer, module, tmp_path):
     """An installed peer has rows in the results. For a missing one, a line says what to install."""
@@ -207,6 +213,7 @@ def test_peers(peer, module, tmp_path):
         assert all(row["out_of_place"]["median"] > 0 for row in rows)
 
 
+@pytest.mark.full
 def test_processes(tmp_path):
     """Two hosts are simulated. Libraries that support only one rank per process are left out."""
     file = tmp_path / "rows.json"
@@ -231,6 +238,7 @@ def test_processes(tmp_path):
         assert row["xla_bytes"] <= 4 * max(row["bytes"], 2 * 4)
 
 
+@pytest.mark.full
 def test_processes_without_a_peer(tmp_path):
     """An environment without an MPI is left out, and named."""
     text = run(
@@ -242,6 +250,7 @@ def test_processes_without_a_peer(tmp_path):
     assert f"# mpi4jax:{tmp_path}: left out: there is no {tmp_path / 'bin' / 'mpirun'}" in text
 
 
+@pytest.mark.full
 def test_train_step(tmp_path):
     file = tmp_path / "rows.json"
     text = run(
@@ -269,6 +278,7 @@ def noisy(median, size=20, seed=0):
     return median * np.exp(0.1 * np.random.default_rng(seed).standard_normal(size))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("paired", "common", "most"), [(True, 0.0, 0.99), (True, 0.5, 1), (False, 0.0, 0.99)])
 def test_interval_covers_the_ratio(paired, common, most):
     """At about the nominal rate; more often where pairs have noise in common, which medians do not remove entirely."""
@@ -336,6 +346,7 @@ def test_compare(tmp_path):
     assert "# warning: only in the old file: ring_psum, 2 ranks, 8 bytes, float32" in text
 
 
+@pytest.mark.full
 def test_compare_of_another_machine_is_refused_first(tmp_path):
     file = tmp_path / "old.json"
     file.write_text(json.dumps({"machine": {"cpu": "another"}, "rows": []}))
@@ -346,6 +357,7 @@ def test_compare_of_another_machine_is_refused_first(tmp_path):
     assert "ring_psum" not in result.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("script", "pairs"), [("allreduce.py", 2), ("loops.py", 1)])
 def test_against_another_commit(script, pairs, tmp_path, monkeypatch, capsys):
     """Processes of both commits take turns, with the options of the whole; here both are this one, without a build."""
@@ -377,6 +389,7 @@ def test_environment_of_another_commit(tmp_path):
     assert remove[-1] == str(tmp_path / "tree")
 
 
+@pytest.mark.full
 def test_scaling(tmp_path):
     text = run("scaling.py", str(tmp_path), "--devices", "2,3", "--sizes", "4,64", "-n", "1", "--loop-seconds", "0.001")
     assert "| time per rank, µs | p = 2 | p = 3 |" in text
@@ -388,6 +401,7 @@ def test_scaling(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_picture_of_speed(tmp_path):
     """It has the lowest ratio of a size, and that of the documentation is drawn from the published results."""
     picture = tmp_path / "speed.svg"
@@ -404,6 +418,7 @@ def test_picture_of_speed(tmp_path):
     assert texts == re.findall(r">([^<>]+)</text>", published)
 
 
+@pytest.mark.full
 def test_results_have_the_published_figures():
     assert run("model", "published") in (BENCHMARKS / "model/RESULTS.md").read_text()
     # The parameters are derived from the rows with role "input"; the other rows are predictions.
@@ -423,6 +438,7 @@ def test_a100_latencies_are_fitted_to_the_inputs():
     assert described.launch_latency * 1e6 == pytest.approx(launch, rel=1e-2)
 
 
+@pytest.mark.full
 def test_wire_error():
     text = run("wire_error.py", "--devices", "2", "--elements", "512", "--steps", "2", "--gradients", "normal")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| normal")]
@@ -431,6 +447,7 @@ def test_wire_error():
     assert {row[1]: row[2] for row in rows}["int8"] == "0.254"
 
 
+@pytest.mark.full
 def test_memory_at_rest():
     text = run("memory_at_rest.py", "--processes", "2", "--megabytes", "20")
     rows = [line.split(" | ") for line in text.splitlines()[2:]]
@@ -442,6 +459,7 @@ def test_memory_at_rest():
     ]
 
 
+@pytest.mark.full
 def test_lowering_time():
     text = run("lowering_time.py", "--devices", "2", "--leaves", "3", "--runs", "1")
     rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
@@ -449,6 +467,7 @@ def test_lowering_time():
     assert [row[-1] for row in rows] == ["3", "3", "1", "1", "1"]
 
 
+@pytest.mark.full
 def test_reduction_place(tmp_path):
     file = tmp_path / "rows.json"
     run("reduction_place.py", "--devices", "2", "--steps", "2", "--layers", "3", "--json", str(file))

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # programs in processes of their own; no new calls
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 

@@ -5,6 +5,8 @@ import json
 import pytest
 import tables
 
+pytestmark = pytest.mark.one_pair  # no new calls
+
 
 def result(implementation, num_bytes, microseconds, ranks=2, limit_us=1.0):
     """A row of allreduce.py whose times are all the same."""
@@ -67,6 +69,7 @@ def test_times_in_units_that_carry_over(tmp_path):
     assert line == "| A, JAX 1.2 | | 20 pt | 0.50 | | above | 25 | | |"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_published_tables_are_made_from_the_results(page):
     """Run benchmarks/tables.py after adding results."""

@@ -115,6 +115,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.full
 def test_copies_of_other_processes():
     for i, text in enumerate(run_processes(PROCESS, [{}, {}], devices=2)):
         large, small, trees = text.splitlines()

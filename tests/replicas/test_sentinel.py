@@ -11,10 +11,13 @@ from helpers import assert_same_bits, make_mesh, num_calls, run_processes, shard
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full_but, vma_fixture
 
 import jax_ring
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training import sentinel
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -72,6 +75,7 @@ def test_a_flipped_bit_is_found_and_nothing_else(check_vma, impl):
     assert_same_bits(step(params(), True), params())
 
 
+@pytest.mark.one_pair
 def test_every_rank_and_leaf_that_differs_is_named():
     damaged = {name: flipped(np.arange(4.0, dtype=np.float32), ranks) for name, ranks in
                {"a": (0,), "b": (), "c": (1, 3), "d": (3,), "e": (3,), "f": (3,)}.items()}  # fmt: skip
@@ -82,6 +86,7 @@ def test_every_rank_and_leaf_that_differs_is_named():
     assert "['f']" not in text
 
 
+@pytest.mark.one_pair
 def test_sums_of_several_axes(check_vma):
     mesh = make_mesh((2, 2), ("a", "b"))
 
@@ -94,6 +99,7 @@ def test_sums_of_several_axes(check_vma):
     )
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -128,6 +134,7 @@ def test_digests_see_every_bit_of_every_type(dtype):
     assert len(seen) == 1 + bytes_of_all.size * len(bits)
 
 
+@pytest.mark.one_pair
 def test_digests_of_64_bits_and_of_keys():
     with jax.enable_x64(True):
         for value in (np.array([1.5, -2]), np.array([1, -2])):
@@ -142,6 +149,7 @@ def test_digests_of_64_bits_and_of_keys():
     assert_same_bits(jax.random.key_data(step({"key": keys}, True)["key"]), jax.random.key_data(keys))
 
 
+@pytest.mark.one_pair
 def test_what_a_linear_digest_would_miss():
     value = np.arange(64, dtype=np.float32) + 1
     two_signs, swapped, moved = value.copy(), value.copy(), value.copy()
@@ -153,11 +161,13 @@ def test_what_a_linear_digest_would_miss():
         assert len({int(digest[lane]) for digest in digests}) == 4
 
 
+@pytest.mark.one_pair
 def test_the_only_call_is_one_small_sum(check_vma):
     # Two calls would be a collective in a branch, with the barrier that it needs at the end of every step.
     assert num_calls(checked(check_vma), params(), True) == 1
 
 
+@pytest.mark.one_pair
 def test_one_rank_has_nothing_to_compare():
     step = sharded(
         lambda x: jax_ring.check_replicas(x, "i"), mesh=make_mesh((1,)), in_specs=P(), out_specs=P(), check_vma=False
@@ -165,6 +175,7 @@ def test_one_rank_has_nothing_to_compare():
     assert_same_bits(step(jnp.ones(3)), jnp.ones(3))
 
 
+@pytest.mark.one_pair
 def test_invalid_arguments():
     def refused(error, match, tree, **options):
         step = sharded(lambda x: jax_ring.check_replicas(x, "i", **options), mesh=MESH, in_specs=P(), out_specs=P())
@@ -220,9 +231,10 @@ def prepared(name, params, check_vma, **check):
     return train_step(optimizer, specs, check_vma), init(params)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    [(name, i % 2 == 0) for i, name in enumerate(OPTIMIZERS)],
+    full_but([(name, i % 2 == 0) for i, name in enumerate(OPTIMIZERS)], [("tree", False), ("zero", True)]),
 )
 def test_optimizers_compare_every_n_steps(name, check_vma):
     params = plain_params = float_params()
@@ -239,6 +251,7 @@ def test_optimizers_compare_every_n_steps(name, check_vma):
     assert_same_bits(params, plain_params)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_digests_are_in_a_bucket_of_the_gradients(dtype):
     def calls(**check):
@@ -260,7 +273,7 @@ def prepared_gradients(params, **check):
     return sharded(step, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False), np.int32(0)
 
 
-@pytest.mark.parametrize("name", ["gradients", *OPTIMIZERS])
+@pytest.mark.parametrize("name", full_but(["gradients", *OPTIMIZERS], ["gradients", "zero"]))
 def test_a_step_that_donates_its_parameters_keeps_no_copy_of_them(name):
     params = {"w": jnp.ones((64, 4)), "b": jnp.ones(3)}
 
@@ -275,6 +288,7 @@ def test_a_step_that_donates_its_parameters_keeps_no_copy_of_them(name):
     assert num_copies(check_replicas=3) <= num_copies()
 
 
+@pytest.mark.one_pair
 def test_a_zero_state_with_a_count_is_repartitioned():
     plain, checked = (jax_ring.zero.sharded_optimizer(optax.adam(0.1), "i", **options)
                       for options in ({}, {"check_replicas": 2}))  # fmt: skip
@@ -290,6 +304,7 @@ def test_a_zero_state_with_a_count_is_repartitioned():
     assert_same_bits(checked_state.inner, plain_state)
 
 
+@pytest.mark.one_pair
 def test_invalid_options():
     for make in (OPTIMIZERS["allreduce"], OPTIMIZERS["zero"]):
         with pytest.raises(TypeError, match="check_replicas must be a number of steps, got True"):
@@ -306,6 +321,7 @@ def loss(params, x):
     return ((x @ params["w"].sum(-1) + params["b"].sum()) ** 2).mean()
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     ("options", "check_vma"),
     [
@@ -333,6 +349,7 @@ def test_value_and_grad_compares_when_it_is_told_to(options, check_vma):
     jax.block_until_ready(step(float_params(damaged="w"), x, False))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("options", [{}, {"num_shards": 8}], ids=str)
 def test_parameters_that_another_axis_divides(options):
     """What is the same over that axis stays so, in the types of vma tracking."""
@@ -362,6 +379,7 @@ def test_parameters_that_another_axis_divides(options):
     )
 
 
+@pytest.mark.one_pair
 def test_grad_compares_all_its_parameters():
     def of_two(w, b, x):
         return loss({"w": w, "b": b}, x)
@@ -415,6 +433,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.full
 def test_all_ranks_of_all_processes_fail_together():
     for text in run_processes(PROCESS, [{}, {}], devices=4):
         same = "check_replicas: the copies of parameters are not the same on all ranks: ['w']: "

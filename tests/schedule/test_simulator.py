@@ -9,6 +9,8 @@ import pytest
 from model import cost, fit, simulator, topology
 from model.simulator import Conditions, simulate
 
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
+
 MEASURED = pathlib.Path(__file__).parents[2] / "benchmarks/results/cpu-2-cores"
 ONE_HOST = topology.Topology("one host", 1 << 20, 1e-6, 1e9, 5e-6, 1, 5e8, fold_bandwidth=4e9)
 HOSTS = replace(ONE_HOST, ranks_per_host=4, nics_per_host=4)

@@ -1,7 +1,7 @@
 """Every collective of jax_ring, paired with its lax equivalent and a numpy oracle; tests of all of them at once."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial, wraps
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import RANKS, assert_same_trees, ours_and_lax, rank_fold, sharded
 from jax import lax
+from tiers import full_but
 
 import jax_ring
 from jax_ring.lowering.passes import combiner
@@ -157,10 +158,13 @@ COLLECTIVES = {
 }
 
 
-def every_collective(where: Callable[[str, Pair], bool] = lambda name, pair: True):
-    """Parametrizes a test over the collectives for which `where(name, pair)` holds."""
+def every_collective(
+    where: Callable[[str, Pair], bool] = lambda name, pair: True, plain: Collection[str] = COLLECTIVES
+):
+    """Parametrizes a test over the collectives for which `where(name, pair)` holds. The plain command runs `plain`."""
     chosen = those(where)
-    return pytest.mark.parametrize("collective", chosen.values(), ids=chosen.keys())
+    values = full_but(chosen.values(), [chosen[name] for name in plain or chosen if name in chosen])
+    return pytest.mark.parametrize("collective", values, ids=chosen.keys())
 
 
 def those(where: Callable[[str, Pair], bool]) -> dict[str, Pair]:

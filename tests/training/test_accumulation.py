@@ -9,8 +9,11 @@ import pytest
 from helpers import assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import accumulate_gradients, ring_psum, value_and_grad
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 NUM = 4
 RNG = np.random.default_rng(0)
@@ -40,11 +43,13 @@ def micro_batches(x):
 # ---- Whole arguments ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 def test_unbatched_positional_arguments():
     got = jax.jit(accumulated(in_axes=(0, 0, None)))(W, X, Y, jnp.float32(3))
     assert_close(got, jax.value_and_grad(loss)(W, X, Y, 3.0))
 
 
+@pytest.mark.one_pair
 def test_keyword_arguments_are_passed_whole():
     expected = jax.value_and_grad(loss)(W, X, Y, 3.0, step=2, squared=False)
     assert_close(accumulated()(W, X, Y, scale=3.0, step=jnp.int32(2), squared=False), expected)  # a Python boolean
@@ -52,6 +57,7 @@ def test_keyword_arguments_are_passed_whole():
     assert_close(traced(3.0, 2), expected)
 
 
+@pytest.mark.one_pair
 def test_arguments_that_are_not_arrays():
     def with_text(params, x, activation, y):
         return ((getattr(jnp, activation["name"])(x @ params["w"]) - y) ** 2).mean()
@@ -60,6 +66,7 @@ def test_arguments_that_are_not_arrays():
     assert_close(got, jax.value_and_grad(with_text)(W, X, {"name": "tanh"}, Y))
 
 
+@pytest.mark.one_pair
 def test_axes_of_parts_of_an_argument():
     def of_batch(params, batch, more):
         return loss(params, batch["x"].T, batch["y"], batch["scale"][0]) + 0 * more[0].sum()
@@ -72,6 +79,7 @@ def test_axes_of_parts_of_an_argument():
     assert_same_bits(as_list, got)
 
 
+@pytest.mark.one_pair
 def test_in_a_data_parallel_step(check_vma):
     f = sharded(
         lambda w, x, y, scale, step: value_and_grad(accumulate_gradients(loss, 2, in_axes=(0, 0, None)), "i")(
@@ -82,6 +90,7 @@ def test_in_a_data_parallel_step(check_vma):
     assert_close(f(W, X, Y, 3.0, 2), jax.value_and_grad(loss)(W, X, Y, 3.0, step=2))
 
 
+@pytest.mark.one_pair
 def test_batched_arguments_have_the_bits_of_a_scan():
     def scan(w):
         def step(total, batch):
@@ -96,6 +105,7 @@ def test_batched_arguments_have_the_bits_of_a_scan():
     assert_same_bits(jax.jit(accumulated(in_axes=(0, 0)))(W, X, Y), jax.jit(scan)(W))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "no_jit"])
 def test_data_and_whole_arguments_have_no_gradient(jit):
     f = jit(accumulate_gradients(loss, NUM, in_axes=(0, 0, None)))
@@ -109,12 +119,14 @@ def test_data_and_whole_arguments_have_no_gradient(jit):
                 differentiate(2.0)
 
 
+@pytest.mark.one_pair
 def test_only_parameters_can_be_differentiated_in_a_step(check_vma):
     f = value_and_grad(accumulate_gradients(loss, 2), "i", argnums=1)
     with pytest.raises(NotImplementedError, match=r"the argument at \[0\], of type float32\[8,3\]"):
         sharded(f, mesh=make_mesh((2,)), in_specs=(P(), P("i"), P("i")), out_specs=P("i"), check_vma=check_vma)(W, X, Y)
 
 
+@pytest.mark.one_pair
 def test_what_the_loss_closes_over_has_no_gradient():
     def of_scale(s):
         return accumulate_gradients(lambda *args: loss(*args, s), NUM)(W, X, Y)
@@ -123,6 +135,7 @@ def test_what_the_loss_closes_over_has_no_gradient():
         jax.grad(of_scale)(2.0)
 
 
+@pytest.mark.one_pair
 def test_auxiliary_data_have_no_gradient():
     def with_aux(w, x, y):
         return loss(w, x, y), {"norm": (w["w"] ** 2).sum(), "count": len(x), "rows": x}
@@ -157,6 +170,7 @@ def dropped(params, x, y, key):
     return loss(params, x * mask, y), mask
 
 
+@pytest.mark.one_pair
 def test_one_key_gives_all_micro_batches_the_same_masks():
     key = jax.random.key(1)
     (value, masks), grads = accumulated_with_aux(in_axes=(0, 0, None))(W, X, Y, key)
@@ -170,6 +184,7 @@ def accumulated_with_aux(**options):
     return jax.value_and_grad(accumulate_gradients(dropped, NUM, has_aux=True, **options), has_aux=True)
 
 
+@pytest.mark.one_pair
 def test_a_key_for_each_micro_batch():
     keys = jax.random.split(jax.random.key(1, impl="rbg"), NUM)
     (value, masks), grads = jax.jit(accumulated_with_aux())(W, X, Y, keys)
@@ -183,6 +198,7 @@ def test_a_key_for_each_micro_batch():
     assert_close(grads, jax.tree.map(lambda *g: np.mean(g, 0), *(g for _, g in each)))
 
 
+@pytest.mark.one_pair
 def test_masks_of_their_own_on_each_rank(check_vma):
     """The example of docs/training.md."""
 
@@ -211,6 +227,7 @@ def test_masks_of_their_own_on_each_rank(check_vma):
 # ---- Integer parameters ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 def test_integer_parameters(check_vma):
     key = jax.random.key(0)
     params = W | {"table": np.arange(3), "key": key, "flag": np.array(True)}
@@ -243,6 +260,7 @@ def test_integer_parameters(check_vma):
 # ---- Errors ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     ("in_axes", "message"),
     [
@@ -264,18 +282,21 @@ def test_axes_that_do_not_fit(in_axes, message):
         accumulate_gradients(loss, NUM, in_axes=in_axes)(W, X, Y)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("number", [2.0, "2", None])
 def test_a_number_of_micro_batches_that_is_no_integer(number):
     with pytest.raises(TypeError, match="accumulate_gradients: num_microbatches must be an integer, got"):
         accumulate_gradients(lambda params, x: x.sum(), number)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("in_axes", ["x", (0, 1.0), (True, 0)], ids=str)
 def test_axes_of_wrong_types(in_axes):
     with pytest.raises(TypeError, match="in_axes must be an int, None, or a tuple"):
         accumulate_gradients(loss, NUM, in_axes=in_axes)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("scalar", [3.0, np.float32(3), jax.random.key(0)], ids=["float", "array", "key"])
 def test_scalars_must_be_whole(scalar):
     with pytest.raises(
@@ -284,11 +305,13 @@ def test_scalars_must_be_whole(scalar):
         accumulate_gradients(loss, NUM)(W, X, Y, scalar)
 
 
+@pytest.mark.one_pair
 def test_without_data():
     with pytest.raises(ValueError, match="in_axes splits no argument"):
         accumulate_gradients(loss, NUM)(W, x=X, y=Y)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     "fun", [jax.value_and_grad(loss), jax.grad(loss), lambda params, x, y: y, lambda params, x, y: [y.mean()]]
 )
@@ -297,6 +320,7 @@ def test_what_is_no_loss(fun):
         accumulate_gradients(fun, NUM)(W, X, Y)
 
 
+@pytest.mark.one_pair
 def test_auxiliary_data_that_cannot_be_stacked():
     f = accumulate_gradients(lambda *args: (loss(*args), {"name": "text"}), NUM, has_aux=True)
     with pytest.raises(TypeError, match=r"accumulate_gradients: the leaf at \['name'\] of the auxiliary data.*'text'"):

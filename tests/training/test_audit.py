@@ -12,10 +12,13 @@ import pytest
 from helpers import assert_same_bits, make_mesh, run_processes, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import grad, shard_index, value_and_grad
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.same_bits.audit import Audit, report
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 V, RANKS = 8, 4
 RNG = np.random.default_rng(0)
@@ -90,6 +93,7 @@ def error_of(step, *args):
     return None
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("ranks", [2, RANKS, V])
 def test_kv_steps_audit_every_shard_once_on_any_number_of_ranks(ranks):
     of_steps = draws(ranks, 3, 3 * V * V)
@@ -104,7 +108,7 @@ def test_kv_steps_audit_every_shard_once_on_any_number_of_ranks(ranks):
     assert all(owner != auditor for _, owner, auditor in audits)
 
 
-@pytest.mark.parametrize(("ranks", "bit"), [(RANKS, 0), (V, 31)])
+@pytest.mark.parametrize(("ranks", "bit"), [(RANKS, 0), pytest.param(V, 31, marks=pytest.mark.one_pair)])
 def test_a_flipped_bit_is_found_in_each_step_that_audits_it_and_in_no_other(ranks, bit, check_vma):
     step = audited_step(ranks=ranks, check_vma=check_vma)
     good, bad = masks_of(ranks), masks_of(ranks, 1, bit=bit)
@@ -124,7 +128,8 @@ def test_a_flipped_bit_is_found_in_each_step_that_audits_it_and_in_no_other(rank
     assert found >= 2
 
 
-@pytest.mark.parametrize("ranks", [2, V])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, pytest.param(V, marks=pytest.mark.one_pair)])
 def test_results_have_the_bits_of_a_step_without_audits(ranks, check_vma):
     args = PARAMS, X, masks_of(ranks), 3
     assert_same_bits(
@@ -150,6 +155,8 @@ def trained(ranks, audit):
     return jax.jit(mapped, donate_argnums=(0, 1, 2)), (start, optimizer.init(start), jnp.int32(0))
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 @pytest.mark.parametrize("ranks", [2, V])
 def test_steps_keep_no_copies(ranks):
     """Of gradients, which digests read before they are added, or of parameters, which the update overwrites."""
@@ -161,6 +168,8 @@ def test_steps_keep_no_copies(ranks):
     assert num_copies(3) <= num_copies(None)
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_training_has_the_same_bits_with_audits_and_without():
     def after_steps(*args):
         step, carry = trained(*args)
@@ -173,6 +182,8 @@ def test_training_has_the_same_bits_with_audits_and_without():
     assert_same_bits(after_steps(V, 2), expected)
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_a_constant_behind_the_mean_is_no_reason_for_other_bits(check_vma):
     """XLA joins a division by 12 and a product with 0.1, unless an audit lies between."""
     x = RNG.standard_normal((24, 5)).astype(np.float32)
@@ -206,6 +217,8 @@ def test_only_each_kth_step_is_audited():
     assert any(expected)
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     "options",
     [{"reduce_gradients": False}, {"check_replicas": True}, {"reduce_gradients": False, "check_replicas": True}],
@@ -218,6 +231,7 @@ def test_with_other_options(options, check_vma):
     assert "the gradient of ['v'] differs" in error_of(step, PARAMS, X, masks_of(RANKS, owner), 0)
 
 
+@pytest.mark.one_pair
 def test_a_wire_and_every_kind_of_data(check_vma):
     """Keys and integers among the data, bfloat16 and integers among the parameters, auxiliary results."""
 
@@ -243,6 +257,7 @@ def test_a_wire_and_every_kind_of_data(check_vma):
     assert "shard 0 has other bits on rank 0" in error_of(step, params, data, masks_of(RANKS, 0), 0)
 
 
+@pytest.mark.one_pair
 def test_a_loss_of_several_axes(check_vma):
     """Ranks of another axis compute a shard together, and all of them fail if the part of one differs."""
 
@@ -271,6 +286,8 @@ def test_a_loss_of_several_axes(check_vma):
             assert "Of 6 computations 4 agree, unlike others of rank 2: suspect" in text
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_ten_thousand_steps_without_a_false_alarm():
     """In one loop, of donated state that counts the steps."""
 
@@ -295,6 +312,8 @@ def test_ten_thousand_steps_without_a_false_alarm():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 @pytest.mark.parametrize("persistent", [False, True])
 def test_who_of_two_ranks_was_wrong(persistent):
     """Known if the error does not come again."""
@@ -319,6 +338,7 @@ def test_who_of_two_ranks_was_wrong(persistent):
         assert "Of 4 computations 3 agree, unlike others of rank 1: suspect hardware." in text
 
 
+@pytest.mark.one_pair
 def test_a_report_of_several_wrong_ranks():
     by_rank = np.zeros((5, 3, 4, 2), np.uint32)
     by_rank[1, 0, 2:] = 7
@@ -329,6 +349,7 @@ def test_a_report_of_several_wrong_ranks():
     assert "ranks 1, 3: suspect" in text
 
 
+@pytest.mark.one_pair
 def test_refused_arguments():
     def refused(error, match, ranks=RANKS, **options):
         options = {"num_shards": V, "audit": 1, "step": 0} | options

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from helpers import TARGET, assert_same_bits, compiled_text, make_mesh, rank_fold, run_processes, sharded
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
 from jax_ring.distributed import agreement
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 8
 KIB = 1 << 10
@@ -274,6 +277,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (4,))], ids=["alike", "different"])
 def test_processes_compare_plans(shapes):
     results = run_processes(PROCESS, [{"shape": shape} for shape in shapes], devices=2)

@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import SHARDED, assert_same_bits, make_mesh, sharded
+from tiers import vma_fixture
 
 from jax_ring.training.same_bits.fence import fence
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 A, B, C = np.random.default_rng(0).standard_normal((3, 4096)).astype(np.float32)
 

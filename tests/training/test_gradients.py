@@ -13,6 +13,7 @@ import pytest
 from helpers import SHARDED, TARGET, assert_same_bits, compiled_text, make_mesh, run_python, sharded, without_paths
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import (
     accumulate_gradients,
@@ -28,6 +29,8 @@ from jax_ring import (
     weighted_pmean,
     zero,
 )
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS, WIDTH, LAYERS = 4, 16, 3
 MESH = make_mesh((RANKS,))
@@ -107,6 +110,7 @@ def test_is_the_gradient_of_the_whole_batch(check_vma):
     assert "all-reduce" not in ring_text
 
 
+@pytest.mark.one_pair
 def test_grad_returns_no_value(check_vma):
     assert_same_bits(on_ranks(grad(loss, "i"), check_vma)(PARAMS, X), plain("ring", check_vma)[1][1])
 
@@ -116,6 +120,7 @@ def test_already_reduced_loss(check_vma):
     assert_close(f(PARAMS, X), of_one_device())
 
 
+@pytest.mark.one_pair
 def test_partly_reduced_loss(check_vma):
     def with_penalty(params, x):
         return loss(params, x) + ring_psum((params["out"] ** 2).sum() / RANKS, "i")
@@ -124,6 +129,7 @@ def test_partly_reduced_loss(check_vma):
     assert_close(on_ranks(value_and_grad(with_penalty, "i"), check_vma)(PARAMS, X), expected)
 
 
+@pytest.mark.one_pair
 def test_several_axes(check_vma):
     mesh = make_mesh((2, 2), ("a", "b"))
     f = on_ranks(
@@ -152,6 +158,7 @@ def test_with_a_model_parallel_axis(check_vma):
     assert_close(f(w, X), 2 * jax.grad(columns)(w, X))
 
 
+@pytest.mark.one_pair
 def test_argnums_and_aux(check_vma):
     def fun(x, w, b, *, power):
         y = x @ w + b
@@ -172,12 +179,14 @@ def test_argnums_and_aux(check_vma):
     assert_same_bits(only, grads[0])
 
 
+@pytest.mark.one_pair
 def test_unused_parameters_have_zero_gradients(check_vma):
     params = PARAMS | {"unused": np.ones(3, np.float32)}
     _, grads = on_ranks(value_and_grad(loss, "i"), check_vma)(params, X)
     np.testing.assert_array_equal(grads["unused"], np.zeros(3))
 
 
+@pytest.mark.one_pair
 def test_the_value_is_not_rounded_for_the_wire(check_vma):
     value, grads = on_ranks(value_and_grad(loss, "i", wire_dtype=jnp.bfloat16), check_vma)(PARAMS, X)
     assert_same_bits(value, plain("ring", check_vma)[1][0])
@@ -203,6 +212,7 @@ def test_plain_jax_grad_is_refused_or_correct(name, check_vma):
         assert_close(f(PARAMS, X), of_one_device()[1])
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("pmean", [ring_pmean, lax.pmean])
 def test_pmean_after_plain_jax_grad(pmean, check_vma):
     """ring_pmean must do what lax.pmean does, although the result is wrong: the gradient is already summed.
@@ -226,6 +236,7 @@ def test_pmean_after_plain_jax_grad(pmean, check_vma):
             jax.config.update("jax_auto_pcast", True)
 
 
+@pytest.mark.one_pair
 def test_unknown_options_are_refused_at_once():
     with pytest.raises(TypeError, match="bucket_size"):
         value_and_grad(loss, "i", bucket_size=3)
@@ -254,6 +265,7 @@ def test_reduced_in_backward_of_a_reduced_loss(check_vma):
     assert_close(f(PARAMS, X), of_one_device())
 
 
+@pytest.mark.one_pair
 def test_a_missing_hook_is_correct_with_vma_tracking():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i") if isinstance(p, dict) else p)
     f = on_ranks(value_and_grad(hooked, "i", reduced_in_backward=True), True)
@@ -266,6 +278,7 @@ def test_reduced_under_remat(check_vma):
     assert_close(f(PARAMS, X), of_one_device_deep())
 
 
+@pytest.mark.one_pair
 def test_reducing_twice_is_refused():
     hooked = functools.partial(loss, hook=lambda p: reduce_in_backward(p, "i"))
     with pytest.raises(ValueError, match="pass reduced_in_backward=True"):
@@ -307,6 +320,7 @@ def test_reductions_in_a_scan_are_in_its_loop(check_vma):
 # ---- Micro-batches --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("num", [1, 4])
 def test_accumulated(num, check_vma):
     f = on_ranks(value_and_grad(accumulate_gradients(loss, num), "i"), check_vma)
@@ -316,12 +330,14 @@ def test_accumulated(num, check_vma):
     assert entry.count(f'"{TARGET}"') == 1
 
 
+@pytest.mark.one_pair
 def test_accumulated_without_a_mesh():
     f = jax.jit(jax.value_and_grad(accumulate_gradients(loss, 4)))
     assert_close(f(PARAMS, X), of_one_device())
     assert_close(accumulate_gradients(loss, 4)(PARAMS, X), of_one_device()[0])
 
 
+@pytest.mark.one_pair
 def test_accumulated_aux():
     fun = accumulate_gradients(lambda p, x, y: (loss(p, x), y.sum()), 4, has_aux=True)
     (value, aux), grads = jax.value_and_grad(fun, has_aux=True)(PARAMS, X, np.arange(8))
@@ -329,12 +345,14 @@ def test_accumulated_aux():
     np.testing.assert_array_equal(aux, [1, 5, 9, 13])
 
 
+@pytest.mark.one_pair
 def test_accumulated_in_float32():
     """512 micro-batches add 1/512 each. In bfloat16, the sum would stop growing after 256 of them."""
     w = jnp.ones((), jnp.bfloat16)
     assert jax.grad(accumulate_gradients(lambda w, x: (w * x).mean(), 512))(w, jnp.ones(512, jnp.bfloat16)) == 1
 
 
+@pytest.mark.one_pair
 def test_accumulation_uses_less_memory():
     wide = jax.tree.map(jnp.asarray, PARAMS)
     x = np.zeros((1 << 14, WIDTH), np.float32)
@@ -345,6 +363,7 @@ def test_accumulation_uses_less_memory():
     assert temporaries(accumulate_gradients(loss, 16)) < temporaries(loss) / 4
 
 
+@pytest.mark.one_pair
 def test_accumulate_rejects_invalid_sizes():
     with pytest.raises(ValueError, match=r"3 micro-batches do not divide .* of shape \(32, 16\)"):
         accumulate_gradients(loss, 3)(PARAMS, X)
@@ -355,6 +374,8 @@ def test_accumulate_rejects_invalid_sizes():
 # ---- optax ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_the_norm_of_the_mean_is_clipped(check_vma):
     limit = 0.5 * float(optax.tree.norm(of_one_device()[1]))
     optimizer = optax.chain(allreduce_gradients("i"), optax.clip_by_global_norm(limit), optax.sgd(1.0))
@@ -370,6 +391,7 @@ def test_the_norm_of_the_mean_is_clipped(check_vma):
     assert float(optax.tree.norm(updates)) == pytest.approx(limit, rel=1e-6)
 
 
+@pytest.mark.one_pair
 def test_error_feedback_in_optax(check_vma):
     """Many steps with constant gradients, with and without error feedback.
 
@@ -400,6 +422,8 @@ def test_error_feedback_in_optax(check_vma):
     )
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_optax_is_needed_only_when_used():
     result = run_python(
         "import sys\nsys.modules['optax'] = None\nimport jax_ring\n"
@@ -408,6 +432,7 @@ def test_optax_is_needed_only_when_used():
     assert "optax is not installed: pip install optax" in result.stdout, result.stderr
 
 
+@pytest.mark.one_pair
 def test_allreduce_gradients_refuses_wrong_options():
     with pytest.raises(ValueError, match="impl must be one of"):
         allreduce_gradients("i", impl="mpi")
@@ -418,6 +443,7 @@ def test_allreduce_gradients_refuses_wrong_options():
 # ---- Uneven batches -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 def test_weighted_mean_of_uneven_batches(check_vma):
     """Ranks have 0 to 8 examples, padded to 8. The value and gradients equal those of the whole batch."""
     counts = np.array([8, 1, 0, 5])
@@ -436,6 +462,7 @@ def test_weighted_mean_of_uneven_batches(check_vma):
     assert_close(grads, expected)
 
 
+@pytest.mark.one_pair
 def test_weighted_pmean_of_a_tree(check_vma):
     x, w = X[:RANKS], np.arange(RANKS, dtype=np.float32)
     f = on_ranks(

@@ -22,6 +22,8 @@ from jax_ring import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.one_pair  # other cases run with the newest pair
+
 RANKS = 4
 MESH = make_mesh((RANKS,))
 X = np.random.default_rng(0).standard_normal((RANKS, 2, 3)).astype(np.float32)

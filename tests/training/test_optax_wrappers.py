@@ -9,8 +9,11 @@ import pytest
 from helpers import make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import full_but
 
 from jax_ring import allreduce_gradients, feedback_specs
+
+pytestmark = pytest.mark.one_pair  # other cases run with the newest pair
 
 RANKS, STEPS = 4, 7
 MESH = make_mesh((RANKS,))
@@ -85,7 +88,13 @@ WRAPPERS = {
 
 
 # Without vma tracking there are no types that could be wrong: one wrapper is enough.
-@pytest.mark.parametrize(("name", "check_vma"), [("MultiSteps", False), *((name, True) for name in WRAPPERS)])
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    full_but(
+        [("MultiSteps", False), *((name, True) for name in WRAPPERS)],
+        [("MultiSteps", True), ("masked", True), ("apply_if_finite after it", True)],
+    ),
+)
 def test_as_on_one_device(name, check_vma):
     expected = on_one_device(WRAPPERS[name](optax.identity))
     params, _ = on_ranks(WRAPPERS[name](lambda: allreduce_gradients("i")), check_vma)[-1]

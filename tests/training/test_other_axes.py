@@ -68,6 +68,7 @@ def own(params):
     return jax.tree.map(lambda x: lax.pcast(x, "i", to="varying"), params)
 
 
+@pytest.mark.one_pair
 def test_optimizers_that_compare_replicas():
     tx = optax.chain(allreduce_gradients("i", check_replicas=2), optax.sgd(1.0))
     specs = jax.tree.map(lambda _: P(), jax.eval_shape(tx.init, PARAMS))
@@ -82,6 +83,7 @@ def test_optimizers_that_compare_replicas():
     assert optax.tree.get(state, "step") == 1
 
 
+@pytest.mark.one_pair
 def test_plain_gradients_of_accumulated_losses_are_refused():
     """They work for parameters that have been cast."""
 
@@ -119,6 +121,7 @@ def on_mesh_of(kind, function, ranks):
         return jax.device_get(jax.jit(mapped)(params, x))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_shards_and_blocks_beside_axes_of_the_compiler(kind):
     def of_block(x, w):
@@ -138,6 +141,7 @@ def test_shards_and_blocks_beside_axes_of_the_compiler(kind):
     assert_same_trees(((value, grads), sums, each), expected, rtol=1e-5)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     "options", [{"check_replicas": True}, {"num_shards": 8, "audit": 2, "step": 0}], ids=["check_replicas", "audit"]
 )

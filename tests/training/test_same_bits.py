@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import assert_same_bits, make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -70,11 +71,14 @@ def digest(ranks, shards, dtype="float32", *, check_vma=True, microbatches=1, st
     return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
 
+@pytest.mark.one_pair
 def test_float32_on_any_number_of_devices():
     digests = {ranks: digest(ranks, 6, check_vma=ranks == 3) for ranks in (1, 3)}
     assert len(set(digests.values())) == 1, digests
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_bfloat16_and_micro_batches():
     digests = {ranks: digest(ranks, 2, "bfloat16", microbatches=2) for ranks in (1, 2)}
     assert len(set(digests.values())) == 1, digests

@@ -10,6 +10,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 import jax_ring
 from jax_ring import (
@@ -21,6 +22,8 @@ from jax_ring import (
     sync_gradients,
     value_and_grad,
 )
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 V = 8
 RNG = np.random.default_rng(0)
@@ -46,6 +49,7 @@ def test_is_the_mean_over_the_shards(ranks, check_vma):
     assert_same_bits(step(loss, W, X, ranks=ranks, check_vma=check_vma), jax.jit(jax.value_and_grad(loss))(W, X))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_reverse_mode_is_refused_and_forward_mode_is_not(ranks, check_vma):
     def gradient(scale, x):
@@ -106,6 +110,7 @@ def test_checkpoints_of_what_is_the_same_on_all_ranks(check_vma):
     assert_same_bits(step(of_layers, W, X, check_vma=check_vma), jax.value_and_grad(of_layers)(W, X))
 
 
+@pytest.mark.one_pair
 def test_over_several_axes():
     f = sharded(
         value_and_grad(loss, ("a", "b"), num_shards=V), mesh=make_mesh((2, 2), ("a", "b")),
@@ -114,6 +119,7 @@ def test_over_several_axes():
     assert_same_bits(f(W, X), jax.value_and_grad(loss)(W, X))
 
 
+@pytest.mark.one_pair
 def test_grad_with_auxiliary_results_of_every_shard(check_vma):
     def with_aux(params, x):
         return loss(params, x), {"index": shard_index(), "key": jax.random.key(shard_index()), "rows": x}
@@ -166,6 +172,7 @@ def test_auxiliary_data_that_cannot_be_stacked():
         step(lambda params, x: (loss(params, x), {"name": "text"}), W, X, has_aux=True)
 
 
+@pytest.mark.one_pair
 def test_a_parameter_that_another_axis_divides():
     """The value and the other gradients stay the same over that axis."""
     columns = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
@@ -183,6 +190,7 @@ def test_a_parameter_that_another_axis_divides():
     assert_same_bits(f(params, X), expected)
 
 
+@pytest.mark.one_pair
 def test_arguments_that_are_not_cut():
     def of_two(x, scale, params, *, power):
         return loss(params, x["rows"].T, scale.sum()) ** power
@@ -218,6 +226,7 @@ def test_integer_parameters_and_narrow_ones():
     assert_same_bits(again, grads)
 
 
+@pytest.mark.one_pair
 def test_holomorphic():
     def square(z, x):
         return (z * z * x).sum()
@@ -244,11 +253,13 @@ def test_shard_index_in_a_jitted_layer_of_two_losses():
         shard_index()
 
 
+@pytest.mark.one_pair
 def test_accumulate_gradients_cuts_a_shard_further():
     f = accumulate_gradients(loss, 2)
     assert_same_bits(step(f, W, X), jax.value_and_grad(loss)(W, X))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_gradients_that_are_reduced_later(ranks):
     optimizer = optax.chain(
@@ -273,6 +284,7 @@ def test_gradients_that_are_reduced_later(ranks):
         assert_same_bits(narrow, grads)
 
 
+@pytest.mark.one_pair
 def test_the_value_is_not_rounded_to_a_wire():
     x = X + np.float32(1 / 3)
     value, grads = step(loss, W, x, ranks=V, wire=jnp.bfloat16)
@@ -282,6 +294,7 @@ def test_the_value_is_not_rounded_to_a_wire():
     assert any((grads[name] != exact[name]).any() for name in W)
 
 
+@pytest.mark.one_pair
 def test_plain_gradients_along_the_tree():
     values = RNG.standard_normal((8, 33)).astype(np.float32)
     pairs = values
@@ -291,6 +304,7 @@ def test_plain_gradients_along_the_tree():
     assert_same_bits(f(values), pairs[0] / 8)
 
 
+@pytest.mark.one_pair
 def test_reduced_in_backward_with_one_shard_per_rank():
     def hooked(params, x):
         return loss(jax_ring.reduce_in_backward(params, "i", order="tree"), x) + 0 * shard_index()
@@ -299,6 +313,7 @@ def test_reduced_in_backward_with_one_shard_per_rank():
     assert_same_bits(got, jax.value_and_grad(loss)(W, X))
 
 
+@pytest.mark.one_pair
 def test_memory_grows_with_the_logarithm_of_the_number_of_shards():
     num = 1 << 18
 
@@ -313,6 +328,7 @@ def test_memory_grows_with_the_logarithm_of_the_number_of_shards():
     assert temporaries(64) - temporaries(8) < 3.5  # 3 levels more
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

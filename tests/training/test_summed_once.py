@@ -9,8 +9,11 @@ import pytest
 from helpers import make_mesh, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import grad, reduce_in_backward, value_and_grad
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -81,6 +84,7 @@ def test_summing_twice_is_refused(name, check_vma):
             on_ranks(function(loss, "i"), check_vma)(W, X)
 
 
+@pytest.mark.one_pair
 def test_the_error_says_how_wrong_it_would_be():
     with pytest.raises(ValueError, match=r"sums the gradients over \['i'\] as well.*the number of ranks, 4\."):
         on_ranks(value_and_grad(loss_of("plain"), "i"))(W, X)
@@ -101,6 +105,7 @@ def test_over_a_vmap_axis():
 
 
 # In a branch that the batch chooses, JAX makes a batch of the parameters.
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "in a branch"])
 def test_differentiated_outside_of_a_vmap(name):
     parts = X.reshape(RANKS, -1, 3)
@@ -127,6 +132,7 @@ def test_forward_mode(name, check_vma):
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.one_pair
 def test_only_the_axes_that_are_summed_count():
     """Summed over one axis in the backward pass, and over the other after it."""
     mesh = make_mesh((2, 2), ("a", "b"))
@@ -140,6 +146,7 @@ def test_only_the_axes_that_are_summed_count():
         sharded(grad(loss, ("a", "b")), mesh=mesh, check_vma=False, in_specs=(P(), P(("a", "b"))), out_specs=P())(W, X)
 
 
+@pytest.mark.one_pair
 def test_the_innermost_decides():
     """A gradient inside a loss: the inner function has its own answer, and the outer one its own again after it."""
 
@@ -182,11 +189,13 @@ def test_the_gradient_of_reduced_gradients_is_refused(layer, wrap, check_vma):
             on_ranks(function(adapted(layer, wrap=wrap), "i"), check_vma)(W, X)
 
 
+@pytest.mark.one_pair
 def test_the_error_of_nested_gradients_says_what_to_do():
     with pytest.raises(ValueError, match=r"of an inner one .* leave that and reduce_in_backward out"):
         on_ranks(grad(adapted("plain"), "i"))(W, X)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("layer", ["plain", "jitted", "scanned"])
 def test_reduced_gradients_that_are_not_differentiated(layer):
     """First-order adaptation: the gradients are constants of the outer loss."""
@@ -201,6 +210,7 @@ def test_reduced_gradients_that_are_not_differentiated(layer):
 # ---- A sum over another axis ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 def test_adapted_parameters_of_hooked_ones(check_vma):
     """The hook is where the parameters come in, and what is computed from them and from their gradients has none."""
 

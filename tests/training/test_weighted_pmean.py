@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import ring_psum, value_and_grad, weighted_pmean
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -32,6 +35,7 @@ def mean(x, weights, check_vma=True, **options):
 # ---- The accumulator ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("impl", ["ring", "lax"])
 @pytest.mark.parametrize(
     ("name", "value", "weight"),
@@ -53,6 +57,7 @@ def test_sums_that_the_dtypes_cannot_hold(name, value, weight, impl):
     np.testing.assert_allclose(np.asarray(out, np.float64), x[0].astype(np.float64), rtol=1e-6)
 
 
+@pytest.mark.one_pair
 def test_integers_have_float_means(check_vma):
     names = ("bool", "int4", "int2", "uint8", "int32")
     bits = np.arange(RANKS * 3).reshape(RANKS, 3) % 2
@@ -65,6 +70,7 @@ def test_integers_have_float_means(check_vma):
         np.testing.assert_allclose(leaf, np.average(x[name].astype(np.float64), 0, COUNTS), rtol=1e-6)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("weight", ["uint8", "int64", "float64"])
 def test_64_bits(weight):
     with jax.enable_x64(True):
@@ -80,6 +86,7 @@ def test_64_bits(weight):
         np.testing.assert_allclose(out["i"], np.average(np.int64(x * 9), 0, COUNTS), rtol=1e-14)
 
 
+@pytest.mark.one_pair
 def test_float64_weights_of_float32_values():
     with jax.enable_x64(True):
         out = mean(np.ones((RANKS, 1), np.float32), COUNTS * 1e200)
@@ -109,6 +116,7 @@ def gradient(local_mean, check_vma, **options):
     return sharded(f, mesh=MESH, in_specs=(P(), P("i"), P("i")), out_specs=P(), check_vma=check_vma)(W, X, FLOAT_MASK)
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("impl", ["ring", "lax"])
 def test_the_documented_mean_over_the_examples(impl, check_vma):
     """A rank without examples has the mean 0 / 1."""
@@ -140,6 +148,7 @@ def test_a_mean_over_no_examples_has_a_value_but_no_gradient():
     assert np.isnan(grads).all()
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("bfloat16", -np.inf), ("complex64", np.nan)])
 def test_a_value_that_is_not_finite_does_not_count(dtype, value):
     x = np.array([[1], [2], [value], [3]]).astype(jnp.dtype(dtype))
@@ -157,10 +166,12 @@ def test_the_gradient_of_weights(check_vma):
     np.testing.assert_allclose(grads, copies * (x - np.average(x, weights=w)) / w.sum(), rtol=1e-5)
 
 
+@pytest.mark.one_pair
 def test_no_examples_at_all():
     assert np.isnan(mean(np.ones((RANKS, 1), np.float32), np.zeros(RANKS, np.int32))).all()
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
@@ -176,6 +187,7 @@ def test_constant_weights_that_have_no_mean(weight, error, message, check_vma):
         f(X)
 
 
+@pytest.mark.one_pair
 def test_weights_of_each_element():
     x, w = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(1, 9, dtype=np.float32).reshape(4, 2)
     np.testing.assert_allclose(mean(x, w), np.average(x, weights=w, axis=0), rtol=1e-6)

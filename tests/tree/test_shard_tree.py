@@ -4,9 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from tiers import full_but
 
 from jax_ring import shard_tree
 from jax_ring.shard_tree import Node, Term
+
+pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
 
 
 def divisors(n):
@@ -42,7 +45,7 @@ def test_the_tree_is_split_at_the_largest_power_of_two():
     assert shard_tree.terms_of(24, 3, 1) == (Node(8, 8),)
 
 
-@pytest.mark.parametrize("num_shards", range(1, 65))
+@pytest.mark.parametrize("num_shards", full_but(range(1, 65), [1, 2, 3, 6, 8, 24, 64]))
 def test_terms_are_few_and_have_each_shard_once(num_shards):
     for p in divisors(num_shards):
         each = num_shards // p
@@ -55,7 +58,7 @@ def test_terms_are_few_and_have_each_shard_once(num_shards):
                 assert len(own) == 1
 
 
-@pytest.mark.parametrize("num_shards", range(1, 65))
+@pytest.mark.parametrize("num_shards", full_but(range(1, 65), [1, 2, 3, 6, 8, 24, 64]))
 def test_the_sum_does_not_depend_on_the_number_of_ranks(num_shards):
     for p in divisors(num_shards):
         terms = [list(map(sum_of, shard_tree.terms_of(num_shards, p, rank))) for rank in range(p)]
@@ -65,7 +68,7 @@ def test_the_sum_does_not_depend_on_the_number_of_ranks(num_shards):
         ]
 
 
-@pytest.mark.parametrize("num_shards", [4, 6, 8, 12, 16, 18, 24])
+@pytest.mark.parametrize("num_shards", full_but([4, 6, 8, 12, 16, 18, 24], [6, 8, 24]))
 def test_the_sum_does_not_depend_on_the_hosts(num_shards):
     shuffle = random.Random(num_shards).shuffle
     for p in divisors(num_shards):

@@ -7,6 +7,7 @@ import pytest
 from helpers import assert_same_bits, make_mesh, sharded, tree_fold
 from jax.sharding import PartitionSpec as P
 from shards import numbers, terms
+from tiers import full_but
 
 from jax_ring import explain, ring_psum, ring_psum_scatter, ring_reduce
 from jax_ring.lowering import topology
@@ -22,7 +23,7 @@ HOST_OF = {
 }
 
 
-@pytest.fixture(params=HOST_OF)
+@pytest.fixture(params=full_but(HOST_OF, ["consecutive"]))
 def hosts(request, monkeypatch):
     return pretend(HOST_OF[request.param], monkeypatch)
 
@@ -65,6 +66,7 @@ def _of(own, names):
     return type(own)({name: own.terms[name] for name in names}, own.num_shards, tuple(dtypes[name] for name in names))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["int4", "int8", "float8_e8m0fnu", "float16", "complex64"])
 def test_dtypes(name, monkeypatch):
     pretend(HOST_OF["irregular"], monkeypatch)
@@ -77,7 +79,7 @@ def test_dtypes(name, monkeypatch):
     assert_same_bits(sharded(body, out_specs=(P(), P("i")))(x), (tree_fold(x), tree_fold(x)))
 
 
-@pytest.mark.parametrize("along", ["i", "j"])
+@pytest.mark.parametrize("along", full_but(["i", "j"], ["i"]))
 def test_groups_that_lie_on_hosts_in_different_ways(along, monkeypatch):
     #      j: 0  1
     pretend([0, 0,
@@ -102,7 +104,7 @@ def test_groups_that_lie_on_hosts_in_different_ways(along, monkeypatch):
 
 
 @pytest.mark.parametrize("size", ["small", "not small"])
-@pytest.mark.parametrize("layout", ["consecutive", "interleaved"])
+@pytest.mark.parametrize("layout", full_but(["consecutive", "interleaved"], ["consecutive"]))
 def test_bytes(layout, size, monkeypatch):
     pretend(HOST_OF[layout], monkeypatch)
     if size == "not small":

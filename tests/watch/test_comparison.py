@@ -7,6 +7,8 @@ import pytest
 from jax_ring.launcher.watching.comparison import Comparison, Verdict
 from jax_ring.launcher.watching.page import EXECUTIONS, PAGE_VARIABLE, RECENT, SIZE, STEPS, Notes, Page
 
+pytestmark = pytest.mark.one_pair  # Python's own
+
 LIMIT = 3.0
 
 

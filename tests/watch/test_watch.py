@@ -210,6 +210,7 @@ def test_small_outputs_are_donated():
     completed_after(11, before)
 
 
+@pytest.mark.full
 def test_no_false_alarm_and_cost(capfd, tmp_path, record_property):
     """Ten thousand steps with compilations, checkpoints and garbage collections between them."""
 
@@ -267,6 +268,7 @@ print("goes on")
 """
 
 
+@pytest.mark.one_pair
 def test_a_step_that_hangs():
     """Without a launcher a process reports its own, and goes on, or ends."""
     calls = """

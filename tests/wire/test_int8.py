@@ -12,6 +12,7 @@ from helpers import assert_same_bits, make_mesh, rank_fold
 from helpers import sharded as sharded_over
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import (
     allreduce_gradients,
@@ -24,6 +25,8 @@ from jax_ring import (
     value_and_grad,
 )
 from jax_ring.collectives import int8_blocks as int8
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RNG = np.random.default_rng(0)
 RANKS = 4
@@ -51,6 +54,7 @@ def block_of(*values) -> np.ndarray:
 # ---- Blocks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("largest", [1.0, 1e-29, 1e38, LARGEST], ids=str)
 def test_rounded_to_nearest(largest):
     x = (RNG.uniform(-1, 1, (4, int8.BLOCK)) * largest).astype(np.float32)
@@ -61,6 +65,7 @@ def test_rounded_to_nearest(largest):
     assert error.max() > 0.4 * step  # the bound is tight
 
 
+@pytest.mark.one_pair
 def test_values_on_the_grid_are_exact():
     whole = np.arange(-126, 127, dtype=np.float32)
     for scale in (1.0, 2.0**-20, 3 * 2.0**50):
@@ -70,12 +75,14 @@ def test_values_on_the_grid_are_exact():
     assert_same_bits(through_packets(halves), block_of(126, 0, 2, 2, 0, -2))  # ties to even
 
 
+@pytest.mark.one_pair
 def test_zeros_and_tiny_values():
     assert_same_bits(through_packets(np.zeros(300, np.float32)), np.zeros(512, np.float32))
     assert_same_bits(through_packets(block_of(-0.0, 1e-45, -1e-38)), block_of())
     assert_same_bits(through_packets(block_of(2.0**-104, 0.4 * 2.0**-104)), block_of(2.0**-104))
 
 
+@pytest.mark.one_pair
 def test_infinities_and_nans_have_codes_of_their_own():
     special = block_of(np.inf, -np.inf, np.nan, 126, -126, 5, 1e-3)
     for key in (None, jax.random.key(0)):
@@ -84,6 +91,7 @@ def test_infinities_and_nans_have_codes_of_their_own():
         assert abs(rounded[6]) <= 1
 
 
+@pytest.mark.one_pair
 def test_products_are_exact():
     """So that no compiler can change the sum by contracting them with the addition."""
     packets = int8.encode(jnp.asarray(VALUES[:, :2560].reshape(-1, int8.BLOCK)))
@@ -91,6 +99,7 @@ def test_products_are_exact():
     assert_same_bits(np.asarray(int8.decode(packets)).astype(np.float64), codes * scales.astype(np.float64))
 
 
+@pytest.mark.one_pair
 def test_stochastic_rounding_is_unbiased():
     x = block_of(126, *RNG.uniform(-126, 126, 200))
     rounded = jax.vmap(lambda key: int8.decode(int8.encode(jnp.asarray(x), key)))(
@@ -122,17 +131,20 @@ def test_sum(impl, check_vma):
     assert_same_bits(f(VALUES), expected_sum(VALUES))
 
 
+@pytest.mark.one_pair
 def test_fewer_elements_than_ranks():
     few = VALUES[:, :5]
     assert_same_bits(sharded(synced(), out_specs=P())(few), expected_sum(few))
 
 
+@pytest.mark.one_pair
 def test_sum_without_jit():
     few = VALUES[:2, :300]
     eager = sharded(synced(), out_specs=P(), mesh=make_mesh((2,)), jit=False)
     assert_same_bits(eager(few), expected_sum(few))
 
 
+@pytest.mark.one_pair
 def test_sum_over_two_axes(check_vma):
     few = VALUES[:4, :300]
     f = sharded(
@@ -142,6 +154,7 @@ def test_sum_over_two_axes(check_vma):
     assert_same_bits(f(few), expected_sum(few))
 
 
+@pytest.mark.one_pair
 def test_the_residuals_are_what_is_missing(check_vma):
     def step(x):
         total, residual = sync_with_feedback(x[0], jnp.zeros_like(x[0]), "i", wire="int8", mean=False)
@@ -153,6 +166,7 @@ def test_the_residuals_are_what_is_missing(check_vma):
     assert np.abs(total + np.asarray(residual, np.float64).sum(0) - exact).max() < 1e-5
 
 
+@pytest.mark.one_pair
 def test_infinities_and_nans_as_in_float32(check_vma):
     values = VALUES.copy()
     values[1, 0] = values[2, 1] = values[3, 2] = values[3, 700] = np.inf
@@ -176,6 +190,7 @@ def test_infinities_and_nans_as_in_float32(check_vma):
     assert np.isfinite(residual).all()
 
 
+@pytest.mark.one_pair
 def test_stochastic_sum(check_vma):
     same = np.tile(VALUES[:1, :512], (RANKS, 1))
 
@@ -194,6 +209,7 @@ def test_stochastic_sum(check_vma):
         assert_same_bits(make("lax")(same, jax.random.key(0)), first)
 
 
+@pytest.mark.one_pair
 def test_the_noise_differs_between_buckets():
     tree = {"a": VALUES[:, :256], "b": VALUES[:, :256]}
 
@@ -211,6 +227,7 @@ def test_the_noise_differs_between_buckets():
 # ---- Leaves ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 def test_leaves_are_packed_before_blocks_are_cut(check_vma):
     """In the order of `plan_buckets`, the last leaf first; a bucket of its own starts a new block."""
     tree = {"a": VALUES[:, :100].reshape(RANKS, 10, 10), "b": VALUES[:, 100:700], "c": VALUES[:, 0]}
@@ -227,6 +244,7 @@ def test_leaves_are_packed_before_blocks_are_cut(check_vma):
         assert_same_bits(alone[name].reshape(-1), expected_sum(x.reshape(RANKS, -1)))
 
 
+@pytest.mark.one_pair
 def test_other_leaves_are_sent_as_they_are(check_vma):
     tree = {
         "count": np.arange(RANKS * 2, dtype=np.int32).reshape(RANKS, 2),
@@ -251,6 +269,7 @@ def test_other_leaves_are_sent_as_they_are(check_vma):
     assert_same_bits(total["x"], expected_sum(tree["x"]))
 
 
+@pytest.mark.one_pair
 def test_means_are_divided_in_float32():
     tree = {"half": np.full((RANKS, 256), 6e4, np.float16), "brain": VALUES[:, :256].astype(jnp.bfloat16)}
     fun = lambda t: sync_gradients(jax.tree.map(lambda x: x[0], t), "i", wire="int8")  # noqa: E731
@@ -261,6 +280,7 @@ def test_means_are_divided_in_float32():
     assert np.abs(np.float64(mean["brain"]) - exact).max() < 0.05
 
 
+@pytest.mark.one_pair
 def test_bytes():
     """260 bytes for a block of 1024, in both halves of the sum."""
 
@@ -351,6 +371,7 @@ def test_optax_state_holds_the_key_and_the_residual(check_vma):
     assert jax.random.key_data(state[0].key).tolist() != jax.random.key_data(key).tolist()
 
 
+@pytest.mark.one_pair
 def test_optax_without_feedback():
     optimizer = allreduce_gradients("i", wire="int8", key=jax.random.PRNGKey(7))
     state = optimizer.init(VALUES[0])
@@ -365,6 +386,7 @@ def test_optax_without_feedback():
     assert not jax.tree.leaves(stateless.init(VALUES[0]))
 
 
+@pytest.mark.one_pair
 def test_feedback_corrects_constant_gradients():
     """The mean of many steps approaches the exact one, with the error of both roundings fed back."""
 
@@ -384,6 +406,7 @@ def test_feedback_corrects_constant_gradients():
 # ---- Transformations and errors -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["nearest", "stochastic"])
 def test_vmap_over_another_axis(key):
     members = VALUES[:4, :900].reshape(4, 300, 3)
@@ -417,6 +440,7 @@ def test_pmap():
     assert_same_bits(np.asarray(f(few))[3], expected_sum(few))
 
 
+@pytest.mark.one_pair
 def test_errors():
     x = jnp.ones(2)
     with pytest.raises(ValueError, match=re.escape("key is for stochastic rounding, which only wire='int8' has")):
@@ -436,6 +460,7 @@ def test_errors():
         sync_gradients(x, "i", wire="int16")
 
 
+@pytest.mark.one_pair
 def test_its_other_names():
     for options in ({"wire_dtype": jnp.int8}, {"wire": np.dtype("int8")}):
         fun = lambda x, options=options: sync_gradients(x[0], "i", mean=False, **options)  # noqa: E731

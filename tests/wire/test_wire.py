@@ -10,6 +10,7 @@ from gradient_functions import CALLS
 from helpers import assert_same_bits, make_mesh, rank_fold, sharded
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from tiers import vma_fixture
 
 from jax_ring import (
     allreduce_gradients,
@@ -20,6 +21,8 @@ from jax_ring import (
     sync_with_feedback,
     value_and_grad,
 )
+
+check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
 RANKS = 8
 REPLICATED = P()
@@ -80,6 +83,7 @@ def test_a_mean_in_range_does_not_overflow(check_vma):
     assert_same_bits(means, dict.fromkeys(MEANS, np.full(3, 1e4, np.float32)))
 
 
+@pytest.mark.one_pair
 def test_the_largest_mean():
     largest = {name: float(ml_dtypes.finfo(name).max) for name in LARGEST}
     assert largest == pytest.approx(LARGEST, rel=1e-3)
@@ -93,6 +97,7 @@ def test_the_largest_mean():
         assert not np.isfinite(mean).any(), name
 
 
+@pytest.mark.one_pair
 def test_the_smallest_gradient():
     half = {name: RANKS * float(ml_dtypes.finfo(name).smallest_subnormal) / 2 for name in NARROW}
     means = on_ranks(lambda tree: {name: sync_gradients(x, "i", wire=name) for name, x in tree.items()})
@@ -101,6 +106,7 @@ def test_the_smallest_gradient():
             np.testing.assert_array_equal(mean, np.float32(expected * half[name]), name)
 
 
+@pytest.mark.one_pair
 def test_nan_and_infinity_reach_all_ranks(check_vma):
     x = np.ones((RANKS, 4), np.float32)
     x[3, 1:] = np.nan, np.inf, -np.inf
@@ -109,6 +115,7 @@ def test_nan_and_infinity_reach_all_ranks(check_vma):
         np.testing.assert_array_equal(np.isfinite(mean), [True, False, False, False], name)
 
 
+@pytest.mark.one_pair
 def test_gradients_of_narrow_types(check_vma):
     """Gradients that are float16 themselves, and a loss that is."""
 
@@ -120,12 +127,14 @@ def test_gradients_of_narrow_types(check_vma):
     assert_same_bits(value_and_grads, (np.float16(3e4), np.full(3, 1e4, np.float16)))
 
 
+@pytest.mark.one_pair
 def test_float64_on_a_float32_wire():
     with jax.enable_x64(True):
         mean = on_ranks(lambda x: sync_gradients(x, "i", wire=jnp.float32))(per_rank(2.0**127, np.float64))
         assert_same_bits(mean, np.full(3, 2.0**127))
 
 
+@pytest.mark.one_pair
 def test_a_sum_is_not_divided():
     """What a sum loses at the top it keeps at the bottom: 2^-24 is the smallest float16."""
     total = on_ranks(lambda x: sync_gradients(x, "i", wire=jnp.float16, mean=False))
@@ -133,6 +142,7 @@ def test_a_sum_is_not_divided():
     assert np.isinf(total(per_rank(1e4))).all()
 
 
+@pytest.mark.one_pair
 def test_ranks_that_are_no_power_of_two(check_vma):
     x = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
     mean = on_ranks(lambda x: sync_gradients(x, "i", wire=jnp.float16), check_vma=check_vma, ranks=3)(x)
@@ -183,6 +193,7 @@ def steps_with_feedback(gradients, check_vma=True, residual=0.0):
     return {w: (np.asarray(mean, np.float64), np.asarray(residuals[w][0])) for w, mean in means.items()}
 
 
+@pytest.mark.one_pair
 def test_a_value_out_of_range_is_sent_in_parts(check_vma):
     """One gradient is out of range: its rest follows in the next steps."""
     steps = steps_with_feedback({w: np.array([2.5, 0, 0, 0]) * LARGEST[w] for w in NARROW}, check_vma)
@@ -191,6 +202,7 @@ def test_a_value_out_of_range_is_sent_in_parts(check_vma):
         np.testing.assert_array_equal(residuals, np.array([1.5, 0.5, 0, 0]) * LARGEST[wire], wire)
 
 
+@pytest.mark.one_pair
 def test_the_residual_stays_finite(check_vma):
     """All ranks see the step that failed, and the next one is right."""
     gradients = np.array([[1, 1, 1], [np.inf, -np.inf, np.nan], [1, 1, 1]])
@@ -200,6 +212,7 @@ def test_the_residual_stays_finite(check_vma):
         np.testing.assert_array_equal(residuals, 0, wire)
 
 
+@pytest.mark.one_pair
 def test_a_spoilt_residual_recovers():
     ((means, residuals),) = steps_with_feedback({"float8_e4m3fn": [1, 1]}, residual=np.nan).values()
     assert np.isnan(means[0])
@@ -207,6 +220,7 @@ def test_a_spoilt_residual_recovers():
     np.testing.assert_array_equal(residuals, 0)
 
 
+@pytest.mark.one_pair
 def test_a_residual_of_higher_precision(check_vma):
     """With gradients in bfloat16 and a state in float32, results keep the gradients' dtype and the state its own."""
 
@@ -220,12 +234,14 @@ def test_a_residual_of_higher_precision(check_vma):
     assert_same_bits(residual, np.full((RANKS, 2), 2.0**-12, np.float32))
 
 
+@pytest.mark.one_pair
 def test_float16_gradients_and_a_residual_of_float32():
     """The sum of the ranks' gradients and residuals is out of the range of float16, and their mean is not."""
     f = on_ranks(lambda g, r: sync_with_feedback(g, r, "i", wire=None)[0])
     assert_same_bits(f(per_rank(1e4, np.float16), per_rank(8)), np.full(3, 10008, np.float16))
 
 
+@pytest.mark.one_pair
 def test_a_sum_with_feedback_is_sent_in_parts():
     f = on_ranks(
         lambda x: sync_with_feedback(x, jnp.zeros_like(x), "i", wire=jnp.float16, mean=False),
@@ -236,6 +252,7 @@ def test_a_sum_with_feedback_is_sent_in_parts():
     np.testing.assert_array_equal(RANKS * (1e4 - residual.reshape(RANKS, 3)[0]), total)
 
 
+@pytest.mark.one_pair
 def test_underflow_is_made_up_for():
     """A gradient that is too small for the wire arrives once enough of it has accumulated."""
     ((means, _),) = steps_with_feedback({"float16": np.full(64, 1e-7)}).values()
@@ -261,6 +278,7 @@ def test_feedback_in_optax_recovers(check_vma):
 # ---- The argument ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("function", CALLS)
 @pytest.mark.parametrize("name", ["wire", "wire_dtype"])
 @pytest.mark.parametrize(
@@ -280,6 +298,7 @@ def test_types_that_cannot_be_on_the_wire(function, name, dtype, message):
         call(jnp.ones(2))
 
 
+@pytest.mark.one_pair
 @pytest.mark.parametrize("function", CALLS)
 def test_both_names_at_once(function):
     call = jax.vmap(lambda x: CALLS[function](wire=jnp.bfloat16, wire_dtype=jnp.float16), axis_name="i")
@@ -287,6 +306,7 @@ def test_both_names_at_once(function):
         call(jnp.ones(2))
 
 
+@pytest.mark.one_pair
 def test_the_first_name_still_works():
     x = np.random.default_rng(0).standard_normal((RANKS, 3)).astype(np.float32)
     rounded = rank_fold(x.astype(jnp.bfloat16)).astype(np.float32) / RANKS
@@ -294,6 +314,7 @@ def test_the_first_name_still_works():
         assert_same_bits(means_by_all(x, **{name: jnp.bfloat16}), dict.fromkeys(MEANS, rounded))
 
 
+@pytest.mark.one_pair
 def test_feedback_is_in_bfloat16_by_default():
     x = np.random.default_rng(0).standard_normal((RANKS, 3)).astype(np.float32)
 

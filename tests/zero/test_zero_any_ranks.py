@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import ShardSums, shard_tree, value_and_grad, zero
 
+pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # each number of ranks compiles anew, on code of other tests
+
 SHARDS = 24
 STEPS = 10
 RNG = np.random.default_rng(0)

@@ -38,7 +38,14 @@ def started(axis_type, stage, options):
     return optimizer, state, params
 
 
-@pytest.mark.parametrize(("num_ranks", "jit"), [(3, False), (RANKS, False), (3, True)], ids=["3", "4", "jit"])
+@pytest.mark.parametrize(
+    ("num_ranks", "jit"),
+    [
+        pytest.param(3, False, id="3", marks=pytest.mark.one_pair),
+        pytest.param(RANKS, False, id="4", marks=pytest.mark.full),
+        pytest.param(3, True, id="jit", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_as_with_axes_that_the_compiler_divides(stage, options, num_ranks, jit):

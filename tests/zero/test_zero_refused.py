@@ -123,6 +123,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_elementwise_is_refused(name):
     tx, message = REFUSED[name]
@@ -228,6 +229,7 @@ def test_a_traced_learning_rate():
         jax.jit(lambda rate: zero.sharded_optimizer(optax.sgd(rate), "i") and rate)(0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -248,6 +250,7 @@ def test_settings_of_jax(name, value):
         jax.config.update(name, before)
 
 
+@pytest.mark.full
 def test_the_backend_is_not_started():
     code = """
 import optax

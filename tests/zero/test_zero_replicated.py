@@ -95,10 +95,11 @@ def main(*runs):
             print(name, stage, ranks, found, flush=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param([(None, 1), (3, 3), (2, 2)], id="some"),
+        pytest.param([(None, 1), (3, 3), (2, 2)], id="some", marks=pytest.mark.one_pair),
         pytest.param([(None, 3), (3, 8), (1, 2)], id="others"),
     ],
 )

@@ -13,6 +13,7 @@ from helpers import assert_same_bits, make_mesh, sharded
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full_but
 
 from jax_ring import (
     ShardSums,
@@ -84,6 +85,7 @@ def undisturbed():
     return jax.device_get(Training(3, 3).run())
 
 
+@pytest.mark.one_pair
 def test_the_bits_of_stage_2():
     training = Training(2, 3)
     (params, state), values = training.run()
@@ -94,11 +96,13 @@ def test_the_bits_of_stage_2():
     assert_same_bits(of_stage_3, jax.device_get(values))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, False), (6, True)])
 def test_bits_do_not_depend_on_the_number_of_ranks(ranks, check_vma):
     assert_same_bits(jax.device_get(Training(3, ranks, check_vma).run()), undisturbed())
 
 
+@pytest.mark.full
 def test_goes_on_with_other_numbers_of_ranks(tmp_path):
     first, second, third = (Training(3, ranks) for ranks in (6, 3, 2))
     carry, _ = first.run(range(1))
@@ -118,7 +122,7 @@ def test_goes_on_with_other_numbers_of_ranks(tmp_path):
     assert_same_bits(jax.device_get(third.optimizer.repartition(state, shards, 6)), jax.device_get((state, shards)))
 
 
-@pytest.mark.parametrize("impl", ["ring", "lax"])
+@pytest.mark.parametrize("impl", full_but(["ring", "lax"], ["ring"]))
 def test_rank_order(impl):
     """Without num_shards the padding depends on the number of ranks, and the results are those of stage 2."""
     trained = {}
@@ -149,6 +153,7 @@ def test_rank_order(impl):
     assert_same_bits(jax.device_get(moved.whole()), jax.device_get(shards.whole()))
 
 
+@pytest.mark.full
 def test_integers_keep_their_value():
     params = {"w": np.ones(5, np.float32), "step": np.array([7, 8], np.int32)}
     optimizer = zero.sharded_optimizer(optax.sgd(1.0), "i", stage=3, order="tree", num_shards=4)
@@ -242,11 +247,13 @@ def of_layers(ranks, check_vma=True, stacked=False):
     return jax.device_get((shards, state, first, value))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "check_vma", "stacked"), [(1, True, False), (2, False, True), (6, True, True)])
 def test_layers_have_the_same_bits_on_any_number_of_ranks(ranks, check_vma, stacked):
     assert_same_bits(of_layers(ranks, check_vma, stacked), of_layers(3))
 
 
+@pytest.mark.one_pair
 def test_stacked_layers_with_inputs_that_have_no_cotangent():
     """Integers, and a layer that leaves its inputs alone."""
     optimizer = zero.sharded_optimizer(optax.sgd(1.0), "i", stage=3, order="tree", num_shards=SHARDS)
@@ -279,6 +286,7 @@ def test_a_layer_beside_an_axis_that_is_left_to_the_compiler(stacked):
     assert jax.jit(mapped)({"s": s}, x).tolist() == (5 * SHARDS * s.prod() / s).tolist()
 
 
+@pytest.mark.full
 def test_gradients_of_layers_are_those_of_the_mean():
     _, _, (blocks, embed, head), _ = of_layers(3)
     tokens = np.random.default_rng(0).integers(0, WORDS, (SHARDS, 2, LENGTH + 1)).astype(np.int32)
@@ -317,6 +325,7 @@ def test_wrong_options(options, message):
         zero.sharded_optimizer(optax.sgd(1.0), "i", **({"stage": 3} | options))
 
 
+@pytest.mark.one_pair
 def test_copies_are_compared_and_shards_are_not():
     optimizer = zero.sharded_optimizer(optax.adam(1.0), "i", stage=3, order="tree", num_shards=SHARDS)
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import zero
 
+pytestmark = pytest.mark.one_pair  # plain JAX on code that other tests of ZeRO cover
+
 RANKS = 2
 RNG = np.random.default_rng(0)
 PARAMS = {"a": RNG.standard_normal((2, 3)).astype(np.float32), "b": [RNG.standard_normal(5).astype(np.float32)]}

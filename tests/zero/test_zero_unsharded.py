@@ -47,6 +47,7 @@ CASES = [
     ("micro-batches", {"layout": "parameter", "order": "tree"}),
     ("schedule-free", {"check_replicas": 2}),
 ]
+PLAIN = [("schedule-free", {"layout": "flat"}), ("running mean", {"layout": "parameter"})]
 
 
 def started(optimizer, specs, gradients):
@@ -74,7 +75,10 @@ def replicated(name, wrapped=lambda tx: tx):
     return trained(wrapped(OPTIMIZERS[name]), P(), lambda params, _: jax.grad(loss)(params, BATCH))
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param(*case, marks=pytest.mark.one_pair if case in PLAIN else pytest.mark.full) for case in CASES],
+)
 def test_has_the_bits_of_the_optimizer_itself(name, options):
     tx = OPTIMIZERS[name]
     # Operations on bfloat16 are rounded one by one where the layout is flat and the order that of the tree.
@@ -108,6 +112,7 @@ def test_a_state_of_other_parameters_is_refused(layout):
         optimizer.unsharded(state, {"w": np.ones(3000, np.float32)})
 
 
+@pytest.mark.full
 def test_lookahead_by_hand():
     """As the error says that refuses it."""
     fast = optax.sgd(0.5, momentum=0.5)

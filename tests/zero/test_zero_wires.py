@@ -40,6 +40,7 @@ def in_blocks(x):
     return np.asarray(int8.decode(int8.encode(jnp.asarray(blocks)))).reshape(-1)[: x.size].reshape(x.shape)
 
 
+@pytest.mark.one_pair
 def test_gradients_are_rounded_by_their_rank():
     by_stage = {f"bfloat16 {stage}": {"stage": stage, "wire": jnp.bfloat16} for stage in (1, 2, 3)}
     by_layout = {f"int8 {layout}": {"stage": 3, "wire": "int8", "layout": layout} for layout in ("flat", "parameter")}
@@ -58,6 +59,7 @@ def test_gradients_are_rounded_by_their_rank():
     assert 0 < errors.max() <= np.abs(GRADIENTS).max() / 252 * 1.01
 
 
+@pytest.mark.one_pair
 def test_parameters_are_rounded_as_they_are_gathered():
     whole = PARAMS | {"half": RNG.standard_normal(300).astype(jnp.bfloat16)}
     ways = {
@@ -121,6 +123,8 @@ def trained(ranks):
     return [jax.device_get(shards.whole()["w"]) for shards in mapped(params, x)]
 
 
+@pytest.mark.full
+@pytest.mark.one_pair
 def test_bits_of_rounded_parameters_do_not_depend_on_the_number_of_ranks():
     one, three = trained(1), trained(3)
     assert_same_bits(one, three)
