@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of the site from all files in benchmarks/results.
+"""Makes the tables of the README, of the site and of the lab book from all files in benchmarks/results.
 
     python benchmarks/tables.py
 
