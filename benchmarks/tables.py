@@ -1,4 +1,4 @@
-"""Makes the tables of the README and of the site from all files in benchmarks/results.
+"""Makes the tables of the README, of the site and of the lab book from all files in benchmarks/results.
 
     python benchmarks/tables.py
 
@@ -21,7 +21,8 @@ from harness import intervals
 from harness.report import SMALL, size_name
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/performance.md")
+LAB_BOOK = ROOT / "benchmarks/LAB_BOOK.md"
+PAGES = (ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/performance.md", LAB_BOOK)
 TIMES, TO = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 SIZES = tuple(1 << n for n in (12, 16, 18, 20, 22, 24))
 EVERY = "all of today's engine"
@@ -144,6 +145,22 @@ def ratio_table(runs: list[Run], kind: str, figure: str, dtypes: Iterable[str], 
     return table(["", *map(size_name, sizes), "lowest", "runs"], lines)
 
 
+def processor_table(runs: list[Run]) -> str:
+    """A line for each processor, by today's engine: in a loop by size, in other ways over all sizes."""
+    columns = {size_name(size): ("allreduce", "in_loop", (size,)) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24)}
+    columns["with a product"] = ("loops", "turn", SIZES)
+    columns["from Python"] = ("allreduce", "out_of_place", SIZES)
+    columns["donated"] = ("allreduce", "in_place", SIZES)
+
+    def cell(several: list[Run], kind: str, figure: str, sizes: tuple[int, ...]) -> str:
+        found = (ratio for run in several if run.kind == kind for ratio in ratios(run, figure, "float32"))
+        return span(ratio.value.value for ratio in found if ratio.size in sizes)
+
+    labels = by_label([run for run in runs if run.is_usual], "allreduce", "loops")
+    lines = [[label, *(cell(several, *column) for column in columns.values())] for label, several in labels.items()]
+    return table(["", *columns], lines)
+
+
 def limit_table(runs: list[Run]) -> str:
     """Times in loops in units that carry over: round trips of a cache line, and parts of the limit."""
     lines = []
@@ -182,28 +199,23 @@ def share(parts: Iterable[float]) -> str:
     return TO.join(dict.fromkeys((texts[0], texts[-1]))) if texts else ""
 
 
-def train_table(runs: list[Run]) -> str:
-    """Ratios of whole training steps, beside those of a step without any collective."""
+def train_table(runs: list[Run], together: bool = False) -> str:
+    """Ratios of whole training steps, beside those of a step without any collective; `together`, of all usual runs."""
     lines = defaultdict(lambda: defaultdict(list))
     for label, several in by_label(runs, "train_step").items():
-        for run in several:
+        for run in several if label == EVERY or not together else ():
             for row in run.rows:
                 if row["variant"] in ("ring_psum, fused", "override_lax()", "no collective"):
                     lines[label, row["model"], row["dtype"]][row["ranks"], row["variant"] == "no collective"].append(
                         row["speedup"]
                     )
     ranks = (4, 8)
-    return table(
-        ["", "model", "type", *(title for p in ranks for title in (f"p = {p}", "no collective")), "runs"],
-        [
-            [
-                *key,
-                *(span(cells[p, floor]) for p in ranks for floor in (False, True)),
-                str(max(map(len, cells.values()))),
-            ]
-            for key, cells in lines.items()
-        ],
-    )
+    titles = ["", "model", "type", *(title for p in ranks for title in (f"p = {p}", "no collective")), "runs"]
+    rows = [
+        [*key, *(span(cells[p, floor]) for p in ranks for floor in (False, True)), str(max(map(len, cells.values())))]
+        for key, cells in lines.items()
+    ]
+    return table(titles[together:], [row[together:] for row in rows])
 
 
 def against_table(runs: list[Run]) -> str:
@@ -271,6 +283,9 @@ TABLES: dict[str, Callable[[list[Run]], str]] = {
     "against": against_table,
     "devices": scaling_table,
     "train": train_table,
+    # Of today's engine alone.
+    "processors": processor_table,
+    "steps": lambda runs: train_table(runs, together=True),
 }
 
 

@@ -51,11 +51,29 @@ def test_tables_of_all_results(tmp_path):
         "B, JAX 1.2, earlier engine": (f"1.00{times}", "1"),
     }
     assert f"| B, JAX 1.2 | 2.0{times} |" in tables.TABLES["product"](runs)
+    assert tables.TABLES["processors"](runs).splitlines()[2:] == [
+        f"| all of today's engine | 2.0{to}6.0{times} | | | | 2.0{times} | | |",
+        f"| A, JAX 1.2 | 4.0{to}6.0{times} | | | | | | |",
+        f"| B, JAX 1.2 | 2.0{to}3.0{times} | | | | 2.0{times} | | |",
+    ]
     text = "Sums: <!-- table: headline -->nothing<!-- end -->. <!-- table: loop -->\n\nold\n\n<!-- end -->"
     filled = tables.filled(text, runs)
     assert f"4 KiB is 2.0{to}6.0{times}" in filled
     assert "nothing" not in filled
     assert filled == tables.filled(filled, runs)
+
+
+def test_training_steps_of_all_processors_together(tmp_path):
+    """Today's engine has one line for each model and type, in which an earlier one does not count."""
+    for folder, speedup, about in (("cpu-a", 1.5, None), ("cpu-b", 2.5, None), ("cpu-c", 9.0, {"engine": "first"})):
+        row = {"model": "mlp", "dtype": "float32", "ranks": 4}
+        rows = [row | {"variant": "ring_psum, fused", "speedup": speedup}]
+        rows.append(row | {"variant": "no collective", "speedup": 3.0})
+        write_results(tmp_path / folder, "train_step", rows, about, processor=folder)
+    runs = tables.load(tmp_path)
+    lines = tables.TABLES["steps"](runs).splitlines()[2:]
+    assert lines == [f"| mlp | float32 | 1.50{tables.TO}2.5{tables.TIMES} | 3.0{tables.TIMES} | | | 2 |"]
+    assert len(tables.TABLES["train"](runs).splitlines()[2:]) == 4
 
 
 def test_times_in_units_that_carry_over(tmp_path):
