@@ -83,10 +83,6 @@ STRINGS_WITHOUT = {  # by their beginnings
         "it is scheduled already", "not a message in protobuf's", "a field holds bytes where",
         "a field holds an integer",
     ],
-    "arguments of jax_ring.schedule, in the docstrings of its functions": [
-        "there must be at least one rank", "a message has 0 elements or more", "… ranks do not fill hosts of",
-        "rank … expects … from", "ranks … wait for messages that were not sent",
-    ],
     "a default that is always replaced": ["it is not there"],
 }  # fmt: skip
 
