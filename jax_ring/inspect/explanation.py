@@ -203,7 +203,7 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predi
 
 
 def _kind_of(function: str) -> str | None:
-    """The kind of collective, as of `wire_bytes()`; None for other functions."""
+    """The kind of collective, by its name in `wire_bytes()`; None for other functions."""
     function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
