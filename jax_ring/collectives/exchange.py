@@ -48,7 +48,7 @@ def ring_all_to_all(
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       split_axis: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       concat_axis: the dimension of the result along which the blocks lie, in rank order.
       axis_index_groups: a list of lists of ranks, all of one length; p then counts within the group.
@@ -62,7 +62,7 @@ def ring_all_to_all(
 
     Raises:
       ValueError: if a dimension does not exist or does not fit the number of ranks.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_all_to_all", make_options("ring_all_to_all")
     axes = axes_of(axis_name)
@@ -115,7 +115,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       perm: pairs (source, receiver) of ranks. Sources are unique, and so are receivers. Other ranks get zeros. Negative
         ranks count from the end. Over several axes ranks are counted as in `jax.lax`: JAX 0.10 counts in the mesh's
         order of the axes, and later ones refuse another.
@@ -127,7 +127,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
       ValueError: if sources or receivers repeat.
       IndexError: if there is no such rank.
       RuntimeError: if several axes are not in the mesh's order, unless JAX's option allows it.
-      TypeError: if `perm` does not consist of pairs of integers. Others: as `ring_psum`.
+      TypeError: if `perm` does not consist of pairs of integers. Others: those of `ring_psum`.
     """
     function, options = "ring_ppermute", make_options("ring_ppermute")
     axes = axes_of(axis_name)

@@ -99,9 +99,9 @@ def ring_pmean(
 
         loss = ring_pmean(loss, "data")  # under shard_map
 
-    As `ring_psum`. Means of integers and booleans are floats, but integers are added in their own dtype, as in
-    `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32. Each group
-    divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
+    Arguments are those of `ring_psum`. Means of integers and booleans are floats, but integers are added in their own
+    dtype, as in `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32.
+    Each group divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
 
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
@@ -123,10 +123,10 @@ def ring_pmax(
 
         highest = ring_pmax(lax.stop_gradient(logits).max(), "model")  # under shard_map
 
-    As `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. `algorithm` matters between
-    processes on CPU devices alone. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in
-    `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its operand's
-    gradient.
+    Arguments are those of `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. On CPU
+    devices `algorithm` matters between processes alone. A NaN on any rank makes the result NaN, and +0 is larger than
+    -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its
+    operand's gradient.
 
     Raises:
       TypeError: for complex numbers, which have no order.
@@ -141,7 +141,7 @@ def ring_pmin(
 
         shortest = ring_pmin(length, "data")  # under shard_map
 
-    As `ring_pmax`.
+    NaN, zeros, types and derivatives are as in `ring_pmax`.
     """
     return _extremum("min", PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 

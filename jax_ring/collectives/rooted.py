@@ -34,17 +34,21 @@ def ring_reduce(
     The bits are those of `ring_psum`. The transpose is `ring_broadcast`.
 
     Args:
-      x: an array, a pytree of arrays or a `ShardSums`, as for `ring_psum`. Booleans are summed as int32.
-      axis_name: as for `ring_psum`; no positional axes.
+      x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`. Booleans
+        are summed as int32.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       root: the rank that gets the sum, a Python integer, the same on all ranks.
-      algorithm, order, num_shards: as for `ring_psum`.
+      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data, never the result.
+      order: "rank", "ring", "any" or "tree": the order of the additions, for which `ring_psum` has the definitions.
+      num_shards: with order="tree": the number of shards of all ranks, checked against a `ShardSums`; default p.
 
     Returns:
-      A pytree as of `ring_psum`. With vma tracking it varies over the axis.
+      A pytree like `x`, or like the `terms` of a `ShardSums` without their first dimension. With vma tracking it varies
+        over the axis.
 
     Raises:
       ValueError: if there is no rank `root`.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
     axes = axes_of(axis_name)
@@ -68,10 +72,12 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
 
         params = ring_pbroadcast(params, "data", source=0)  # under shard_map
 
-    As `ring_broadcast`, with the type of `lax.pbroadcast`: JAX does not know that results are the same on all ranks.
+    Bits are kept, NaNs included. The type is that of `lax.pbroadcast`: JAX does not know that results are the same on
+    all ranks; `ring_broadcast` tells it.
 
     Args:
-      x, axis_name: as for `ring_broadcast`.
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       source: the sender, the same on all ranks: a Python integer, or an integer array of no dimensions. With an array
         the call is a sum with zeros of the other ranks.
 
@@ -81,7 +87,7 @@ def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
     Raises:
       ValueError: if there is no rank `source`, or it has dimensions. A rank in an array is not checked: results are
         zeros if it does not exist.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_pbroadcast", make_options("ring_pbroadcast")
     axes = axes_of(axis_name)
@@ -134,7 +140,7 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       root: the sender, a Python integer, the same on all ranks.
 
     Returns:
@@ -142,7 +148,7 @@ def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
 
     Raises:
       ValueError: if there is no rank `root`.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_broadcast", make_options("ring_broadcast")
     axes = axes_of(axis_name)
