@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -238,7 +239,7 @@ def gpus_here() -> Gpus:
 
 
 @functools.lru_cache(maxsize=1)
-def _gpus_of(kernels, visible: tuple[int, ...] | None) -> Gpus:
+def _gpus_of(kernels: types.ModuleType | None, visible: tuple[int, ...] | None) -> Gpus:
     if kernels is None:
         return Gpus(why_not=f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}")
     try:

@@ -259,7 +259,7 @@ class Attempt:
             self._elastic.end_stuck(processes, waiting)
         return next(filter(None, reasons), None)
 
-    def _asked(self, process: Process | None, message: dict, answer) -> None:
+    def _asked(self, process: Process | None, message: dict, answer: events.Answer) -> None:
         if process is None:
             answer({"error": "this process belongs to an attempt that has ended"})
             return
@@ -318,7 +318,7 @@ class Attempt:
         assert members is not None
         return members
 
-    def _reported(self, process: Process, message: dict, answer) -> Failure:
+    def _reported(self, process: Process, message: dict, answer: events.Answer) -> Failure:
         failure = self._failures.setdefault(process.number, failure_of_report(process.name, process.rank, message))
         if failure.is_own:
             self._raised.add(process.number)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat
@@ -41,7 +42,9 @@ _steps_p.multiple_results = True
 _steps_p.def_abstract_eval(lambda *_, results, **params: list(results))
 
 
-def _lower_steps(ctx, *operands, call: CallSpec, program: str, site: str, results) -> Sequence:
+def _lower_steps(
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, call: CallSpec, program: str, site: str, results: tuple
+) -> Sequence:
     del results  # are in ctx
     state = state_of(ctx)
     state.program, state.site = program, site
@@ -69,7 +72,12 @@ def _flat(shape: Shape, num_blocks: int) -> Shape:
 
 
 def lowered(
-    call: CallSpec, shapes: tuple[list[Shape], list[Shape]], mesh, program: str, site: str, platform: str
+    call: CallSpec,
+    shapes: tuple[list[Shape], list[Shape]],
+    mesh: jax.sharding.Mesh,
+    program: str,
+    site: str,
+    platform: str,
 ) -> Message:
     """The HloModuleProto of a call's steps.
 

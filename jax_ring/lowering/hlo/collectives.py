@@ -154,7 +154,7 @@ def reduction_of(computation: Message) -> str:
     return root.text(proto.OPCODE) if len(types) == 1 else ""
 
 
-def _op_of(reduction: str, dtype) -> str:
+def _op_of(reduction: str, dtype: np.dtype) -> str:
     table = _REDUCTIONS_OF_BOOLEANS if dtype == np.bool_ else _REDUCTIONS
     if reduction not in table:
         raise Unsupported(f"the engine does not reduce {np.dtype(dtype).name} by '{reduction or 'a computation'}'")
