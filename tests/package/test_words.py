@@ -7,6 +7,7 @@ import pathlib
 import jax_ring
 
 PACKAGE = pathlib.Path(jax_ring.__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 # A reader who comes from elsewhere does not know what such a sentence is compared with.
 RIDDLES = ("The same", "That of", "Those of", "All but", "And ")
@@ -25,12 +26,28 @@ def functions_of(node: ast.Module | ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 def test_docstrings_have_a_subject():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    plugin = {path.name: ast.parse(path.read_text()) for path in (ROOT / "pytest_jax_ring").glob("*.py")}
+    assert plugin
     found = [
         f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-        for name, tree in trees().items()
+        for name, tree in [*trees().items(), *plugin.items()]
         for node in ast.walk(tree)
         if isinstance(node, documented) and (text := ast.get_docstring(node)) and text.startswith(RIDDLES)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_comments_of_the_engines_have_a_subject():
+    paths = [path for suffix in ("h", "cc", "cu") for path in (ROOT / "ffi").rglob(f"*.{suffix}")]
+    assert len(paths) > 100
+    found = []
+    for path in paths:
+        before = ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            comment = line.strip()
+            if comment.startswith(tuple(f"// {each}" for each in RIDDLES)) and not before.startswith("//"):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {comment}")
+            before = comment
     assert not found, "\n".join(found)
 
 
