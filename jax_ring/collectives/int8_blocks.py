@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 256  # elements of a scale group
-PACKET = BLOCK + 4  # bytes: a group's codes and its scale
+BLOCK = 256  # elements of a scale group; a packet has their codes, and 4 bytes more for the scale
 
 # Finite values have codes -126 to 126. The other codes:
 _LARGEST, _INFINITY, _NAN = 126, 127, -128
