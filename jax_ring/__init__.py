@@ -33,7 +33,7 @@ from jax_ring.collectives import (
     ring_ragged_all_to_all,
     ring_reduce,
 )
-from jax_ring.distributed.assumed_hosts import assume_hosts
+from jax_ring.distributed.discovery import assume_hosts
 from jax_ring.lowering.override import Override, override_lax
 from jax_ring.training.accumulation import accumulate_gradients
 from jax_ring.training.buckets import Bucket, BucketPlan, plan_buckets
@@ -51,9 +51,16 @@ if TYPE_CHECKING:
     from jax_ring import elastic, zero
     from jax_ring.inspect.compiled import Instruction
     from jax_ring.inspect.explanation import Collective, Explanation, explain
-    from jax_ring.inspect.flight_recorder import FlightRecord, RecordedCall, flight_recorder
-    from jax_ring.inspect.statistics import CallStatistics, Late, Statistics, statistics
-    from jax_ring.progress.steps import watch
+    from jax_ring.inspect.recorded import (
+        CallStatistics,
+        FlightRecord,
+        Late,
+        RecordedCall,
+        Statistics,
+        flight_recorder,
+        statistics,
+    )
+    from jax_ring.progress.watch import watch
 
 _install()
 
@@ -129,7 +136,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for a public one
         if name in ("elastic", "inspect", "zero"):
             return importlib.import_module(f"{__name__}.{name}")
         if name == "watch":
-            return importlib.import_module(f"{__name__}.progress.steps").watch
+            return importlib.import_module(f"{__name__}.progress.watch").watch
         if name in __all__:
             return getattr(importlib.import_module(f"{__name__}.inspect"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.distributed import discovery
-from jax_ring.inspect.flight_recorder import tables_of_host
+from jax_ring.inspect.recorded import tables_of_host
 from jax_ring.launcher import worker
 from jax_ring.lowering import tuning
 

@@ -9,11 +9,12 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.extend.backend
 import jax.extend.core
+import jax.interpreters.mlir
 import jaxlib.version as _jaxlib_version
 import numpy as np
 from jax.extend import source_info_util as _source_info_util
@@ -23,6 +24,9 @@ from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
 T = TypeVar("T")
+Context = jax.interpreters.mlir.LoweringRuleContext
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Primitive = jax.extend.core.Primitive
 
 if jax.__version_info__ < OLDEST_JAX:
     raise ImportError(
@@ -132,7 +136,7 @@ def leave_out_of_call_sites() -> None:
     _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
-def call_site(lowering_context) -> str:
+def call_site(lowering_context: Context | _source_info_util.SourceInfo) -> str:
     """File, line and function of the user's call; empty if unknown.
 
     As in the metadata of compiled programs, `jax_hlo_source_file_canonicalization_regex` shortens the name of the file.
@@ -151,7 +155,7 @@ _SCOPES_OF_JAX = re.compile(
 )
 
 
-def location_by_user(lowering_context):
+def location_by_user(lowering_context: Context):
     """A location that names an operation, in compiled programs and profiles, after the user's part of the program.
 
     That is the innermost `jax.named_scope`, or else the function that makes the call.
@@ -160,12 +164,13 @@ def location_by_user(lowering_context):
     frame = _user_frame(ctx.traceback)
     names = [name for scope in reversed(ctx.name_stack.stack) if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name))]
     names += [name for name in (frame.function_name.split(".")[::-1] if frame else ()) if name.isidentifier()]
+    assert ctx.primitive is not None
     function = function_name(ctx.primitive)
     named = types.SimpleNamespace(name=f"{names[0].replace('/', '.')}.{function}" if names else function)
     return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
 
 
-def call_location(lowering_context) -> tuple[str, int]:
+def call_location(lowering_context: Context) -> tuple[str, int]:
     """File and line of the user's call; ("<unknown>", 0) if unknown."""
     frame = _user_frame(lowering_context.traceback)
     return (frame.file_name, frame.start_line) if frame else ("<unknown>", 0)
@@ -190,24 +195,25 @@ def bound_axis_sizes() -> Mapping:
     return _core.get_axis_env().axis_sizes
 
 
-def varying_axes(x) -> frozenset:
+def varying_axes(x: Any) -> frozenset:
     """The mesh axes over which a value or type varies. Empty unless check_vma()."""
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying
 
 
-def partially_reduced_axes(aval) -> frozenset:
+def partially_reduced_axes(aval: Any) -> frozenset:
     """The mesh axes over which a type is marked `unreduced` or `reduced`."""
     mat = aval.mat
     return mat.unreduced | mat.reduced if mat.unreduced else mat.reduced
 
 
-def without_first_dimension(aval):
+def without_first_dimension(aval: Any) -> Any:
+    """The type of an element along the first dimension."""
     spec = aval.sharding.spec
     sharding = aval.sharding.update(spec=spec.update(partitions=spec.partitions[1:]))
     return aval.update(shape=aval.shape[1:], sharding=sharding)
 
 
-def undivided(x, dimension: int):
+def undivided(x: jax.Array, dimension: int) -> jax.Array:
     """x with a dimension that no explicit axis of a mesh divides. Slices of a divided one must fit the axis."""
     if explicit_axes(x, dimension) is None:
         return x
@@ -217,25 +223,25 @@ def undivided(x, dimension: int):
     return jax.sharding.reshard(x, sharding.update(spec=sharding.spec.update(partitions=tuple(partitions))))
 
 
-def stacked_sharding(x, axes=None):
+def stacked_sharding(x: Any, axes: Any = None) -> jax.sharding.NamedSharding:
     """The sharding of a stack of arrays or types like x, whose first dimension is divided over explicit axes."""
     sharding = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
     return sharding.update(spec=sharding.spec.update(partitions=(axes, *sharding.spec.partitions)))
 
 
-def explicit_axes(x, dimension: int | None):
+def explicit_axes(x: jax.Array, dimension: int | None) -> Any:
     """The explicit axes of a mesh over which a dimension of x is divided; None if there are none."""
     return None if dimension is None else jax.typeof(x).sharding.spec.partitions[dimension]
 
 
-def abstract_psum(aval, **params):
+def abstract_psum(aval: Any, **params: Any) -> tuple:
     """JAX's checks and effects for a psum that keeps its operand's type."""
     out, effects = psum_p.abstract_eval(aval, **_params_of_lax(psum_p, params))
     # JAX's rule is for code without vma tracking and drops the type; this one may also be called with it.
     return out.update(sharding=aval.sharding, manual_axis_type=aval.mat), effects
 
 
-def abstract_varying(primitive, aval, **params):
+def abstract_varying(primitive: Primitive, aval: Any, **params: Any) -> tuple:
     """Checks and effects of one of JAX's primitives whose result varies as its operand does."""
     # Some of JAX's rules reject vmap axes while they track vma. The operands here have already been cast.
     with _check_vma(False):
@@ -243,13 +249,13 @@ def abstract_varying(primitive, aval, **params):
     return out.update(manual_axis_type=aval.mat), effects
 
 
-def abstract_invariant(primitive, aval, **params):
+def abstract_invariant(primitive: Primitive, aval: Any, **params: Any) -> tuple:
     """Checks, type and effects of one of JAX's primitives, from varying to invariant."""
     return primitive.abstract_eval(aval, **_params_of_lax(primitive, params))
 
 
-def with_weak_type(abstract_eval: Callable, aval, **params):
-    """As `abstract_eval`, of a weak type as well: the value is one of the operands."""
+def with_weak_type(abstract_eval: Callable, aval: Any, **params: Any) -> tuple:
+    """What `abstract_eval` gives, but with the operand's weak type: the value is one of the operands."""
     out, effects = abstract_eval(aval, **params)
     return out.update(weak_type=aval.weak_type), effects
 
@@ -259,7 +265,7 @@ def weakly_typed(x: np.ndarray) -> jax.Array:
     return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
-def axes_of_permutation(axes: tuple, mesh) -> tuple:
+def axes_of_permutation(axes: tuple, mesh: Mesh) -> tuple:
     """The axes of a ppermute in JAX's order of ranks. Raises JAX's RuntimeError."""
     if not all(axis in mesh.axis_names for axis in axes):
         return axes
@@ -276,12 +282,12 @@ def axes_of_permutation(axes: tuple, mesh) -> tuple:
     return axes
 
 
-def lax_rule(primitive) -> Callable:
+def lax_rule(primitive: Primitive) -> Callable:
     """JAX's lowering of a primitive for all platforms, or one that raises."""
     return _lax_rules.get(primitive, no_lowering)
 
 
-def lower_as_lax(primitive, ctx, operand, **params):
+def lower_as_lax(primitive: Primitive, ctx: Context, operand: _ir.Value, **params: Any) -> Sequence:
     """Lowers one operand to XLA's collective, as JAX does."""
     return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
@@ -308,16 +314,16 @@ _PARAMS_OF_LAX: dict = {
 }  # fmt: skip
 
 
-def _params_of_lax(primitive, params: dict) -> dict:
+def _params_of_lax(primitive: Primitive, params: dict) -> dict:
     return {name: params[own] for own, name in _PARAMS_OF_LAX[primitive].items()}
 
 
-def params_from_lax(primitive, params: dict) -> dict:
+def params_from_lax(primitive: Primitive, params: dict) -> dict:
     """The parameters of one of JAX's collectives (or of its start), by their names in jax_ring."""
     return {own: params[name] for own, name in _PARAMS_OF_LAX[STARTS.get(primitive, primitive)].items()}
 
 
-def no_lowering(lowering_context, *operands, **params):
+def no_lowering(lowering_context: Context, *operands: Any, **params: Any) -> NoReturn:
     """Raises as JAX does for a platform without a lowering."""
     platform = (lowering_context.platforms or lowering_context.module_context.platforms)[0]
     raise NotImplementedError(
@@ -326,7 +332,7 @@ def no_lowering(lowering_context, *operands, **params):
 
 
 def replace_lowering(
-    primitive, platforms: tuple[str, ...], make_rule: Callable, *, cacheable: bool
+    primitive: Primitive, platforms: tuple[str, ...], make_rule: Callable, *, cacheable: bool
 ) -> Callable[[], None]:
     """Replaces the lowering of one of JAX's primitives for some platforms; returns a function that undoes it.
 
@@ -361,13 +367,13 @@ def replace_lowering(
     return undo
 
 
-def function_name(primitive) -> str:
+def function_name(primitive: Primitive) -> str:
     """The function that binds a collective's primitive, also for values that are unreduced, reduced or invariant."""
     name = primitive.name.removeprefix("unreduced_").replace("_reduced", "").replace("_invariant", "")
     return name.replace("reduce_scatter", "psum_scatter")
 
 
-def once(lowering_context, key: Hashable, compute: Callable[..., T], *args) -> T:
+def once(lowering_context: Context, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
     """compute(*args), called once per key and module. It is kept as long as the lowering of the module lasts."""
     kept = lowering_context.module_context.cached_primitive_lowerings  # JAX's own keys have other types
     if key not in kept:
@@ -432,28 +438,28 @@ def devices(platform: str) -> list:
         return []
 
 
-def is_donated(attributes) -> bool:
+def is_donated(attributes: Mapping | _ir.DictAttr) -> bool:
     """Whether an argument with these attributes is donated, for a certain result or for any."""
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
 
 
-def is_exported(lowering_context) -> bool:
+def is_exported(lowering_context: Context) -> bool:
     return lowering_context.module_context.lowering_parameters.for_export
 
 
-def called_function(lowering_context, call):
+def called_function(lowering_context: Context, call: _ir.Operation) -> _ir.Operation:
     name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     return lowering_context.module_context.symbol_table[name].operation
 
 
-def unconstrained(value):
+def unconstrained(value: _ir.Value) -> _ir.Value:
     """A value before constraints on its sharding: JAX 0.12 adds one where the mesh has explicit axes."""
     while isinstance(value, _ir.OpResult) and value.owner.operation.name == "sdy.sharding_constraint":
         value = value.owner.operation.operands[0]
     return value
 
 
-def new_function(lowering_context, name: str, operand_types: list, result_types: list):
+def new_function(lowering_context: Context, name: str, operand_types: list, result_types: list) -> Any:
     """A private function of the module without a body; renamed if the name is taken."""
     module = lowering_context.module_context
     function = _func.FuncOp(name, _ir.FunctionType.get(operand_types, result_types), ip=module.ip)
@@ -462,7 +468,7 @@ def new_function(lowering_context, name: str, operand_types: list, result_types:
     return function
 
 
-def stream_of(lowering_context) -> str:
+def stream_of(lowering_context: Context) -> str:
     """The GPU stream of `compute_on("gpu_stream:...")`; empty by default."""
     eqn_context = lowering_context.jaxpr_eqn_ctx
     kind, _, name = ((eqn_context and eqn_context.compute_type) or "").partition(":")
@@ -537,7 +543,7 @@ def register_partitioner(target: str, partition: Callable) -> None:
     _register_plugin_callbacks(lambda c_api: register(c_api=c_api))
 
 
-def reshape_sharding(sharding, removed: int, added: int):
+def reshape_sharding(sharding: Any, removed: int, added: int) -> Any:
     """XLA's sharding for an array with `added` leading dimensions, not divided, in place of `removed`."""
     if not sharding.is_tiled():
         return sharding  # it divides nothing
@@ -555,7 +561,8 @@ def reshape_sharding(sharding, removed: int, added: int):
     return _xla_client.HloSharding.from_proto(proto)
 
 
-def tuple_sharding(shape, shardings: Sequence):
+def tuple_sharding(shape: Any, shardings: Sequence) -> Any:
+    """XLA's sharding of a tuple of XLA's shape."""
     return _xla_client.HloSharding.tuple_sharding(shape, list(shardings))
 
 
@@ -564,43 +571,44 @@ def visible_gpus() -> tuple[int, ...] | None:
     return None if _visible_gpus.value == "all" else tuple(map(int, _visible_gpus.value.split(",")))
 
 
-def devices_of_process(device) -> list:
+def devices_of_process(device: jax.Device) -> list[jax.Device]:
     """All devices of a device's process and backend, also those in no mesh, by id."""
     peers = [other for other in device.client.devices() if other.process_index == device.process_index]
     return sorted(peers, key=lambda other: other.id)
 
 
-def axis_context_within(shard_map_params: dict):
+def axis_context_within(shard_map_params: dict) -> SPMDAxisContext:
     """The axis context of a shard_map's body, from its equation's parameters."""
     mesh = shard_map_params["mesh"]
     return SPMDAxisContext(mesh, frozenset(shard_map_params["newly_manual_axes"]) | set(mesh.manual_axes))
 
 
-def mesh_devices(mesh) -> list | None:
+def mesh_devices(mesh: Mesh) -> list[jax.Device] | None:
+    """A mesh's devices; None for an abstract one."""
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def is_compile_only(mesh) -> bool:
+def is_compile_only(mesh: Mesh) -> bool:
     """Whether a mesh is of `jax.experimental.topologies`, which programs are only compiled for."""
     devices = mesh_devices(mesh)
     return devices is not None and isinstance(devices[0].client, _CompileOnlyClient)
 
 
-def module_name(lowering_context) -> str:
+def module_name(lowering_context: Context) -> str:
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
 
 
-def main_argument_types(lowering_context) -> list[str]:
+def main_argument_types(lowering_context: Context) -> list[str]:
     main = lowering_context.module_context.symbol_table["main"].operation
     return [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
 
 
-def is_jaxpr(value) -> bool:
+def is_jaxpr(value: Any) -> bool:
     """Whether a parameter is a jaxpr, closed or not."""
     return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
-def place_of(equation) -> tuple:
+def place_of(equation: jax.extend.core.JaxprEqn) -> tuple:
     """Equal for equations of one line, one `jax.named_scope` and one setting of JAX's options."""
     return equation.ctx, equation.source_info.traceback, equation.source_info.name_stack
 
@@ -651,7 +659,7 @@ def key_value_store(timeout_s: float) -> tuple:
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
-def put_value(client, key: str, value: str) -> bool:
+def put_value(client: Any, key: str, value: str) -> bool:
     """Publishes a value in a runtime's store. Returns whether the store took it."""
     try:
         client.key_value_set(key, value)
@@ -660,7 +668,7 @@ def put_value(client, key: str, value: str) -> bool:
     return True
 
 
-def value_of(client, key: str) -> str | None:
+def value_of(client: Any, key: str) -> str | None:
     """A key's value, if it can be had at once."""
     try:
         return client.key_value_try_get(key)
@@ -691,7 +699,7 @@ def complete_errors(complete: Callable[[str], str]) -> None:
     error.__init__ = initialize_completed  # type: ignore[method-assign]
 
 
-def evaluate_operands_apart(primitive) -> None:
+def evaluate_operands_apart(primitive: Primitive) -> None:
     """Lets JAX know or drop each result of a primitive, which has one for each operand, by itself.
 
     As if there were an equation for each. By default one unknown operand makes all results unknown, and one used result
@@ -739,18 +747,18 @@ def _split_for_remat(saveable: Callable, unknown: Sequence[bool], instantiated: 
     return first, second, list(unknown), in_second, residuals
 
 
-def frames(eqn) -> list:
+def frames(eqn: jax.extend.core.JaxprEqn) -> list:
     """An equation's stack frames, innermost first, with function_name, file_name and line_num."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else list(traceback.frames)
 
 
-def rank_dependent_axes(jaxpr) -> set:
+def rank_dependent_axes(jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr) -> set:
     """The named axes of all collectives and `axis_index` in a jaxpr."""
     return {effect.name for effect in jaxpr.effects if isinstance(effect, _core.NamedAxisEffect)}
 
 
-def may_have_rules(jaxpr) -> bool:
+def may_have_rules(jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr) -> bool:
     """Whether JAX lets a function with this jaxpr's effects have rules for its derivatives."""
     return not _effects.custom_derivatives_allowed_effects.filter_not_in(jaxpr.effects)
 
@@ -769,7 +777,7 @@ def platforms_of_branches(cond_params: Mapping) -> tuple | None:
     return cond_params.get("branches_platforms")
 
 
-def bind_equation(eqn, operands: list) -> list:
+def bind_equation(eqn: jax.extend.core.JaxprEqn, operands: list) -> list:
     """An equation's results for these operands, as from `jax.core.eval_jaxpr`."""
     source = eqn.source_info
     name_stack = _source_info_util.current_name_stack() + source.name_stack
@@ -778,11 +786,11 @@ def bind_equation(eqn, operands: list) -> list:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def lowered_alone(eqn, axis_context, platform: str):
+def lowered_alone(eqn: jax.extend.core.JaxprEqn, axis_context: SPMDAxisContext, platform: str) -> Any:
     """The XlaComputation, not yet compiled, of one equation of a shard_map's body."""
     core = jax.extend.core
-    operands = [core.Var(v.aval) for v in eqn.invars]
-    results = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
+    operands: list = [core.Var(v.aval) for v in eqn.invars]
+    results: list = [core.Var(getattr(v.aval, "inner_aval", v.aval)) for v in eqn.outvars]
     primitive = STARTS.get(eqn.primitive, eqn.primitive)  # results are arrays, so a program can return them
     alone = eqn.replace(primitive=primitive, invars=operands, outvars=results)
     unnamed = core.DebugInfo("lowered_alone", "", None, None)

@@ -26,15 +26,16 @@ class Options:
     No tuple: JAX looks in those for programs, several times per equation.
     """
 
-    algorithm: Algorithm = "auto"
-    order: Order = "rank"
+    algorithm: Algorithm = "auto"  # how the engine moves the data; never changes the result
+    order: Order = "rank"  # in which a sum is folded
     overlap: bool = False  # whether a GPU runs the call on XLA's collective stream, beside the main one
-    # For order="tree": operands have a first dimension with the rank's terms, as in ShardSums. None: one shard per rank
-    # and no such dimension.
+    # For order="tree": operands have a first dimension with a slot for each of the rank's terms, as in ShardSums. None:
+    # one shard per rank and no such dimension.
     num_shards: int | None = None
     apart: bool = False  # whether never to join the call with others, e.g. one per bucket of gradients
 
     def of_sum(self, order: Order) -> "Options":
+        """These options for a sum in this order."""
         return dataclasses.replace(self, order=order)
 
     def ignored_by_xla(self) -> str:
@@ -118,7 +119,7 @@ def path_text(path: Any, root: str = "the root") -> str:
 
 
 def path_texts(tree: Any, root: str = "the root") -> list[str]:
-    """Those of all leaves."""
+    """The paths of all leaves, as errors name them."""
     return [path_text(path, root) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 

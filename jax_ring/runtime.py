@@ -6,6 +6,8 @@ import os
 import pathlib
 import re
 import sys
+import types
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -40,7 +42,7 @@ except ImportError as error:
     why_no_cuda = f"{error}. To build it, install jax_ring with JAX_RING_CUDA=ON on a machine with nvcc."
 
 
-def _check_not_stale(module) -> None:
+def _check_not_stale(module: types.ModuleType) -> None:
     """Raises ImportError if a native module was built from other sources."""
     built_from = module.fingerprint() if hasattr(module, "fingerprint") else "none"
     if _IN_SOURCE_TREE and built_from != (found := fingerprint(_PROJECT / "ffi")):
@@ -148,11 +150,12 @@ class CallOfXla(NamedTuple):
 
 
 def calls_of_xla() -> list[CallOfXla]:
+    """XLA's open calls."""
     return [CallOfXla(*call) for call in _ffi_cpu.calls_of_xla()]
 
 
 def take_calls_of_xla() -> list[CallOfXla]:
-    """The same, and forgets them: those that XLA has left with an error do not end."""
+    """Returns and clears XLA's open calls: those that XLA has left with an error do not end."""
     return [CallOfXla(*call) for call in _ffi_cpu.take_calls_of_xla()]
 
 
@@ -235,6 +238,7 @@ _forked_from: int | None = None
 
 
 def note_fork() -> None:
+    """Called in the child of a fork."""
     global _forked_from
     _ffi_cpu.leave_parents_recorder()
     if _compat.backends_alive():
@@ -255,11 +259,13 @@ def refuse_in_child(function: str) -> None:
         )
 
 
-def join_processes(process: int, token: str, publish, fetch) -> None:
+def join_processes(
+    process: int, token: str, publish: Callable[[str, bytes], None], fetch: Callable[[str], bytes]
+) -> None:
     """Gives the engines this process's index, and the means to reach others.
 
-    token: a random string of all processes that names their shared memory. publish, fetch: as of
-    `_compat.key_value_store`.
+    token: a random string of all processes that names their shared memory. publish, fetch: put a value in the store of
+    `jax.distributed`, and wait for one.
     """
     _ffi_cpu.join(process, token)
     ffi_cuda.set_process(process, publish, fetch)
@@ -276,7 +282,7 @@ def detach_processes() -> None:
     ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
 
 
-def _no_other_processes(*args) -> NoReturn:
+def _no_other_processes(*args: Any) -> NoReturn:
     raise RuntimeError("this process has left the others, and has not joined new ones yet")
 
 

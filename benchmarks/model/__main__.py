@@ -15,8 +15,9 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent))  # running a folder p
 
 from harness import options
 
-from jax_ring.schedule import ALGORITHMS, run
 from model import claims, cost, draw, fit, plots, published, simulator, topology
+from model.interpreter import run
+from model.schedules import ALGORITHMS
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_ring.schedule.interpreter import Message, Run, run
-from jax_ring.schedule.steps import Schedule
+from model.interpreter import Message, Run, run
+from model.schedules import Schedule
 
 FRAMES_PER_STEP = 10
 GREY = "#7f7f7f"  # legible on light and on dark pages

@@ -16,8 +16,8 @@ from functools import cache
 
 import numpy as np
 
-from jax_ring.schedule.trees import double_binary_tree
 from model.cost import best_pieces
+from model.schedules import double_binary_tree
 from model.topology import Topology
 
 MAX_PAIRS = 1 << 24

@@ -1,4 +1,4 @@
-"""Collectives that send blocks or whole values from rank to rank: all-to-all and permutations."""
+"""Collectives that send blocks or whole values from rank to rank: all-to-all, permutations and broadcasts."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -20,11 +20,14 @@ from jax_ring.collectives.axes import (
     canonical_dimension,
     check_groups,
     check_named,
+    check_root,
     divided_dimension,
     group_size,
     num_ranks,
+    split_axes,
 )
-from jax_ring.collectives.leaves import moved
+from jax_ring.collectives.leaves import moved, no_namesake
+from jax_ring.lowering.xla.bitcasts import from_bits, to_bits
 from jax_ring.options import integer, make_options
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -48,7 +51,7 @@ def ring_all_to_all(
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       split_axis: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       concat_axis: the dimension of the result along which the blocks lie, in rank order.
       axis_index_groups: a list of lists of ranks, all of one length; p then counts within the group.
@@ -62,7 +65,7 @@ def ring_all_to_all(
 
     Raises:
       ValueError: if a dimension does not exist or does not fit the number of ranks.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_all_to_all", make_options("ring_all_to_all")
     axes = axes_of(axis_name)
@@ -115,7 +118,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       perm: pairs (source, receiver) of ranks. Sources are unique, and so are receivers. Other ranks get zeros. Negative
         ranks count from the end. Over several axes ranks are counted as in `jax.lax`: JAX 0.10 counts in the mesh's
         order of the axes, and later ones refuse another.
@@ -127,7 +130,7 @@ def ring_ppermute(x: T, axis_name: AxisName, perm: Iterable[tuple[int, int]]) ->
       ValueError: if sources or receivers repeat.
       IndexError: if there is no such rank.
       RuntimeError: if several axes are not in the mesh's order, unless JAX's option allows it.
-      TypeError: if `perm` does not consist of pairs of integers. Others: as `ring_psum`.
+      TypeError: if `perm` does not consist of pairs of integers. Others: those of `ring_psum`.
     """
     function, options = "ring_ppermute", make_options("ring_ppermute")
     axes = axes_of(axis_name)
@@ -161,6 +164,85 @@ def ring_pshuffle(x: T, axis_name: AxisName, perm: Iterable[int]) -> T:
     return ring_ppermute(x, axis_name, list(zip(perm, range(len(perm)), strict=True)))
 
 
+def ring_broadcast(x: T, axis_name: AxisName, *, root: int = 0) -> T:
+    """Sends `x` from rank `root` to every rank of a mapped axis.
+
+        params = ring_broadcast(params, "data", root=0)
+
+    Bits are kept, NaNs included. The transpose is `ring_reduce`.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
+      root: the sender, a Python integer, the same on all ranks.
+
+    Returns:
+      A pytree like `x`. With vma tracking it is invariant over the axis.
+
+    Raises:
+      ValueError: if there is no rank `root`.
+      Others: those of `ring_psum`.
+    """
+    function, options = "ring_broadcast", make_options("ring_broadcast")
+    axes = axes_of(axis_name)
+    if not axes:
+        return x
+    check_named(function, axes)
+    root = check_root(function, axes, root)
+
+    def run(operands):
+        # vma tracks mesh axes only.
+        tracked = _compat.check_vma() and not split_axes(axes)[0]
+        broadcast = primitives.ring_broadcast_invariant_p if tracked else primitives.ring_broadcast_p
+        return broadcast.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
+
+    return moved(function, x, axes, no_namesake(function), run)
+
+
+def ring_pbroadcast(x: T, axis_name: AxisName, source: int | jax.Array) -> T:
+    """Sends `x` from rank `source` to every rank of a mapped axis. A drop-in for `jax.lax.pbroadcast`.
+
+        params = ring_pbroadcast(params, "data", source=0)  # under shard_map
+
+    Bits are kept, NaNs included. The type is that of `lax.pbroadcast`: JAX does not know that results are the same on
+    all ranks; `ring_broadcast` tells it.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
+      source: the sender, the same on all ranks: a Python integer, or an integer array of no dimensions. With an array
+        the call is a sum with zeros of the other ranks.
+
+    Returns:
+      A pytree like `x`. With vma tracking it varies over the axis.
+
+    Raises:
+      ValueError: if there is no rank `source`, or it has dimensions. A rank in an array is not checked: results are
+        zeros if it does not exist.
+      Others: those of `ring_psum`.
+    """
+    function, options = "ring_pbroadcast", make_options("ring_pbroadcast")
+    axes = axes_of(axis_name)
+    check_named(function, axes)
+    if not isinstance(source, jax.Array):
+        source = check_root(function, axes, source, "source")
+    elif source.shape:
+        raise ValueError(f"{function}: source must have no dimensions, got {jax.typeof(source)}")
+    elif not jnp.issubdtype(source.dtype, jnp.integer):
+        raise TypeError(f"{function}: source must be an integer, got {jax.typeof(source)}")
+
+    def run(operands):
+        if not axes:
+            return operands
+        if isinstance(source, jax.Array):
+            return _from_dynamic_source(source, operands, axes, options)
+        return primitives.ring_broadcast_p.bind(
+            *operands, axes=axes, axis_index_groups=None, root=source, options=options
+        )
+
+    return moved(function, x, axes, no_namesake(function), run)
+
+
 def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
     """The pairs (source, receiver), from 0 to p-1. Raises unless both are unique."""
     try:
@@ -181,3 +263,23 @@ def _check_permutation(function: str, perm: Iterable[tuple[int, int]], size: int
                 f"{function}: a rank may be the {name} of one pair only, but perm has {twice} in several: {perm}"
             )
     return pairs
+
+
+def _from_dynamic_source(source: jax.Array, operands: list, axes: tuple, options) -> list:
+    """The operands of rank `source`: a sum of bits with zeros of the others, and so unchanged."""
+
+    def total(is_source, terms):
+        masked = [jnp.where(is_source, x, jnp.zeros_like(x)) for x in terms]
+        return primitives.ring_psum_p.bind(*masked, axes=axes, axis_index_groups=None, options=options)
+
+    @jax.custom_jvp
+    def send(is_source, *operands):
+        dtype = operands[0].dtype
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            parts = send(is_source, *(part for x in operands for part in (x.real, x.imag)))
+            return [lax.complex(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return [from_bits(bits, dtype) for bits in total(is_source, [to_bits(x) for x in operands])]
+
+    # An operand: a rule that closes over it would keep it alive beyond a jax.checkpoint.
+    send.defjvp(lambda primals, tangents: (send(*primals), total(primals[0], tangents[1:])))
+    return send(lax.axis_index(axes) == source, *operands)

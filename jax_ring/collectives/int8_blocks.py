@@ -1,12 +1,11 @@
-"""Floats as blocks of 8-bit integers with a common scale, and back."""
+"""Floats as 8-bit codes in scale groups of 256, each with one scale, and back."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 256  # elements
-PACKET = BLOCK + 4  # bytes: a block's codes and its scale
+BLOCK = 256  # elements of a scale group; a packet has their codes, and 4 bytes more for the scale
 
 # Finite values have codes -126 to 126. The other codes:
 _LARGEST, _INFINITY, _NAN = 126, 127, -128
@@ -21,39 +20,39 @@ _SMALLEST_SCALE = np.float32(2.0**-104)
 _LARGEST_SCALE = np.float32(float.fromhex("0x1.041p121"))
 
 
-def encode(blocks: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """Rounds blocks to packets.
+def encode(groups: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Rounds scale groups to packets.
 
     The scale is the largest finite magnitude divided by 126. Infinities and NaNs have codes of their own.
 
     Args:
-      blocks: float32[..., 256].
+      groups: float32[..., 256].
       key: for stochastic rounding, whose expected value is the element. By default to the nearest code, ties to even.
 
     Returns:
       int8[..., 260]: the codes, and the bytes of the scale.
     """
-    finite = jnp.isfinite(blocks)
-    scale = _scale_of(jnp.max(jnp.where(finite, jnp.abs(blocks), 0), axis=-1, keepdims=True))
-    codes = blocks / scale
-    codes = jnp.round(codes) if key is None else jnp.floor(codes + _noise(key, blocks.shape))
+    finite = jnp.isfinite(groups)
+    scale = _scale_of(jnp.max(jnp.where(finite, jnp.abs(groups), 0), axis=-1, keepdims=True))
+    codes = groups / scale
+    codes = jnp.round(codes) if key is None else jnp.floor(codes + _noise(key, groups.shape))
     codes = jnp.clip(codes, -_LARGEST, _LARGEST)
-    special = jnp.where(jnp.isnan(blocks), _NAN, jnp.sign(blocks) * _INFINITY)
+    special = jnp.where(jnp.isnan(groups), _NAN, jnp.sign(groups) * _INFINITY)
     codes = jnp.where(finite, codes, special).astype(jnp.int8)
     return jnp.concatenate([codes, jnp.squeeze(lax.bitcast_convert_type(scale, jnp.int8), -2)], axis=-1)
 
 
 def decode(packets: jax.Array) -> jax.Array:
-    """Packets, int8[..., 260], as blocks, float32[..., 256]."""
+    """Packets, int8[..., 260], as scale groups, float32[..., 256]."""
     codes = packets[..., :BLOCK].astype(jnp.float32)
     scale = lax.bitcast_convert_type(packets[..., BLOCK:], jnp.float32)[..., None]
     special = jnp.where(codes == _NAN, jnp.nan, jnp.sign(codes) * jnp.inf)
     return jnp.where(jnp.abs(codes) > _LARGEST, special, codes * scale)
 
 
-def rounding_error(blocks: jax.Array, packets: jax.Array) -> jax.Array:
-    """Blocks less their decoded packets. Zero for infinities and NaNs."""
-    return jnp.where(jnp.isfinite(blocks), blocks - decode(packets), 0)
+def rounding_error(groups: jax.Array, packets: jax.Array) -> jax.Array:
+    """Scale groups less their decoded packets. Zero for infinities and NaNs."""
+    return jnp.where(jnp.isfinite(groups), groups - decode(packets), 0)
 
 
 def fold(packets: jax.Array) -> jax.Array:

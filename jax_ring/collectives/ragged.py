@@ -51,9 +51,9 @@ def ring_ragged_all_to_all(
       operand: an array of shape (N, ...), of any dtype but random keys.
       output: the result where nothing is received, of shape (M, ...) and the same dtype.
       input_offsets, send_sizes: integer arrays of shape (K,), K a multiple of p: the rows to send.
-      output_offsets: the same: where these rows begin in the receivers' results.
-      recv_sizes: the same: the rows of each slice that this rank receives, `all_to_all(send_sizes)`.
-      axis_name: as for `ring_psum`; no vmap axis.
+      output_offsets: integers of the same shape: where these rows begin in the receivers' results.
+      recv_sizes: integers of the same shape: the rows of each slice that this rank receives, `all_to_all(send_sizes)`.
+      axis_name: a `shard_map` or `pmap` axis, or a sequence of them; no vmap axis.
       axis_index_groups: a list of lists of ranks, all of one length.
 
     Returns:
@@ -63,7 +63,7 @@ def ring_ragged_all_to_all(
       ValueError: if shapes do not fit each other or the number of ranks, or sizes and offsets are no integers. At run
         time, on all ranks, if a slice leaves its operand or result, or its receiver expects another size. This is not
         checked where no engine serves the call, such as across hosts: rows are then wrong, as in `lax`.
-      NotImplementedError: over a vmap axis. Others: as `ring_psum`.
+      NotImplementedError: over a vmap axis. Others: those of `ring_psum`.
     """
     function, options = "ring_ragged_all_to_all", make_options("ring_ragged_all_to_all")
     axes = axes_of(axis_name)

@@ -1,4 +1,4 @@
-"""Reductions for every rank: sum, mean, maximum and minimum."""
+"""Reductions: sum, mean, maximum and minimum for every rank, and the sum for one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,10 +14,14 @@ from jax.lax import pmin as lax_pmin
 from jax.lax import psum as lax_psum
 
 from jax_ring import _compat
+from jax_ring.collectives import primitives
 from jax_ring.collectives.axes import (
     AxisName,
     Groups,
+    axes_of,
+    check_named,
     check_reduction,
+    check_root,
     refuse_groups,
     refuse_mixed_axes,
     split_axes,
@@ -99,9 +103,9 @@ def ring_pmean(
 
         loss = ring_pmean(loss, "data")  # under shard_map
 
-    As `ring_psum`. Means of integers and booleans are floats, but integers are added in their own dtype, as in
-    `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32. Each group
-    divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
+    Arguments are those of `ring_psum`. Means of integers and booleans are floats, but integers are added in their own
+    dtype, as in `lax.pmean`, and may wrap around. Integers of 2 bits, which `lax.pmean` refuses, are added as int32.
+    Each group divides by its own size (`lax.pmean`: by the first's), a `ShardSums` by its number of shards.
 
     Warns:
       UserWarning: if JAX knows that `x` is already the same on all ranks, like a gradient that it has summed.
@@ -123,10 +127,10 @@ def ring_pmax(
 
         highest = ring_pmax(lax.stop_gradient(logits).max(), "model")  # under shard_map
 
-    As `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. `algorithm` matters between
-    processes on CPU devices alone. A NaN on any rank makes the result NaN, and +0 is larger than -0, as in
-    `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its operand's
-    gradient.
+    Arguments are those of `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. On CPU
+    devices `algorithm` matters between processes alone. A NaN on any rank makes the result NaN, and +0 is larger than
+    -0, as in `jnp.maximum`; XLA's all-reduce on CPU devices drops NaNs. It has no derivative, like `lax.pmax`: stop its
+    operand's gradient.
 
     Raises:
       TypeError: for complex numbers, which have no order.
@@ -141,9 +145,58 @@ def ring_pmin(
 
         shortest = ring_pmin(length, "data")  # under shard_map
 
-    As `ring_pmax`.
+    NaN, zeros, types and derivatives are as in `ring_pmax`.
     """
     return _extremum("min", PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
+
+
+def ring_reduce(
+    x: T,
+    axis_name: AxisName,
+    *,
+    root: int = 0,
+    algorithm: Algorithm = "auto",
+    order: Order = "rank",
+    num_shards: int | None = None,
+) -> T:
+    """Sums `x` over the ranks of a mapped axis, for rank `root` only; the others get zeros.
+
+        loss_on_rank_0 = ring_reduce(loss, "data", root=0)
+
+    The bits are those of `ring_psum`. The transpose is `ring_broadcast`.
+
+    Args:
+      x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`. Booleans
+        are summed as int32.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
+      root: the rank that gets the sum, a Python integer, the same on all ranks.
+      algorithm: "auto", "one_shot", "two_shot" or "ring": how the engine moves the data, never the result.
+      order: "rank", "ring", "any" or "tree": the order of the additions, for which `ring_psum` has the definitions.
+      num_shards: with order="tree": the number of shards of all ranks, checked against a `ShardSums`; default p.
+
+    Returns:
+      A pytree like `x`, or like the `terms` of a `ShardSums` without their first dimension. With vma tracking it varies
+        over the axis.
+
+    Raises:
+      ValueError: if there is no rank `root`.
+      Others: those of `ring_psum`.
+    """
+    function, options = "ring_reduce", make_options("ring_reduce", algorithm, order)
+    axes = axes_of(axis_name)
+    check_named(function, axes)
+    leaves, options, finish = prepare(function, x, options, num_shards, axes, None)
+    if not axes:
+        return finish(leaves)
+    root = check_root(function, axes, root)
+
+    def operand(leaf):
+        return as_varying(function, counted(leaf), axes, mixed=False)
+
+    def run(operands):
+        return primitives.ring_reduce_p.bind(*operands, axes=axes, axis_index_groups=None, root=root, options=options)
+
+    return finish(fused(leaves, partial(belongs_to_lax, axes=axes), no_namesake(function), operand, run))
 
 
 # ---- All-reduces ----------------------------------------------------------------------------------------------------

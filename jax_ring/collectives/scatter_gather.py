@@ -53,19 +53,20 @@ def ring_psum_scatter(
     Args:
       x: an array, or a pytree of arrays, of any dtype that can be added; with order="tree" also a `ShardSums`, whose
         first dimension is not counted.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       scatter_dimension: the dimension of `x` to split. It has p elements, or a multiple of p if `tiled`.
       axis_index_groups: a list of lists of ranks, all of one length.
       tiled: whether a block keeps `scatter_dimension`, with 1/p of its elements. Otherwise the dimension is removed.
-      order, num_shards: as for `ring_psum`.
+      order: "rank", "ring", "any" or "tree": the order of the additions, for which `ring_psum` has the definitions.
+      num_shards: with order="tree": the number of shards of all ranks, checked against a `ShardSums`; default p.
 
     Returns:
-      A pytree as of `ring_psum`, with `scatter_dimension` p times smaller, or removed. With vma tracking it varies over
-        the axis.
+      A pytree like `x`, with `scatter_dimension` p times smaller, or removed; for a `ShardSums` like its `terms`,
+        without their first dimension. With vma tracking it varies over the axis.
 
     Raises:
       ValueError: if `scatter_dimension` does not exist or does not fit the number of ranks.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_psum_scatter", make_options("ring_psum_scatter", order=order)
     axes = _compat.skip_size_one_axes(axes_of(axis_name))
@@ -117,7 +118,7 @@ def ring_all_gather(
 
     Args:
       x: an array, or a pytree of arrays, of any dtype. Random keys are sent as their bits.
-      axis_name: as for `ring_psum`; no positional axes.
+      axis_name: a `shard_map`, `vmap` or `pmap` axis, or a sequence of them; no positional axes.
       axis_index_groups: a list of lists of ranks, all of one length.
       axis: the dimension of the result along which the ranks' blocks lie.
       tiled: whether to concatenate the blocks along `axis`, a dimension of `x`. Otherwise they are stacked along a new
@@ -131,7 +132,7 @@ def ring_all_gather(
 
     Raises:
       ValueError: if `axis` does not exist or `to` is no choice.
-      Others: as `ring_psum`.
+      Others: those of `ring_psum`.
     """
     function, options = "ring_all_gather", make_options("ring_all_gather")
     check_choice(function, "to", to, get_args(To))

@@ -106,7 +106,7 @@ class TermStack(NamedTuple):
         return cls([slots(x) for x in likes], own_copy(jnp.zeros((), jnp.int32), axis_name))
 
     def after(self, other: jax.Array) -> Self:
-        """The same stack, which needs `other`, integers: what reads values of a shard ends before `push` adds to them.
+        """This stack, made to need `other`, integers: what reads values of a shard ends before `push` adds to them.
 
         Otherwise XLA would copy them. No-op if `other` differs along axes over which the stack's depth is the same.
         """

@@ -4,6 +4,8 @@ Each takes an operand, its batch dimension (None if unbatched), the batch size, 
 the result with its batch dimension (None if the same for all).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from jax_ring.lowering.trees import accumulator
 from jax_ring.options import Options
 
 
-def accumulator_dtype(dtype) -> jnp.dtype:
+def accumulator_dtype(dtype: Any) -> jnp.dtype:
     """The dtype of an addition: at least float32 for floats, at least int32 for integers."""
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 32:
         return jnp.dtype(jnp.int32)
@@ -43,25 +45,29 @@ def _tree_sum(x: jax.Array, dim: int | None, size: int, num_shards: int | None) 
     return total
 
 
-def psum(x, dim, size, options):
+def psum(x: jax.Array, dim: int | None, size: int, options: Options) -> tuple[jax.Array, int | None]:
     """The sum; of an unbatched operand a product, except along the tree."""
     return _sum(x, dim, size, options), None
 
 
-def pmax(x, dim, size, options):
+def pmax(x: jax.Array, dim: int | None, size: int, options: Options) -> tuple[jax.Array, int | None]:
     return x if dim is None else jnp.max(x, dim), None
 
 
-def pmin(x, dim, size, options):
+def pmin(x: jax.Array, dim: int | None, size: int, options: Options) -> tuple[jax.Array, int | None]:
     return x if dim is None else jnp.min(x, dim), None
 
 
-def psum_scatter(x, dim, size, options, *, dimension, tiled):
+def psum_scatter(
+    x: jax.Array, dim: int | None, size: int, options: Options, *, dimension: int, tiled: bool
+) -> tuple[jax.Array, int | None]:
     total = _sum(x, dim, size, options)
     return split_dimension(total, dimension, size) if tiled else total, dimension
 
 
-def all_gather(x, dim, size, options, *, dimension, tiled):
+def all_gather(
+    x: jax.Array, dim: int | None, size: int, options: Options, *, dimension: int, tiled: bool
+) -> tuple[jax.Array, int | None]:
     if dim is None:
         stacked = jnp.broadcast_to(jnp.expand_dims(x, dimension), (*x.shape[:dimension], size, *x.shape[dimension:]))
     else:
@@ -69,7 +75,9 @@ def all_gather(x, dim, size, options, *, dimension, tiled):
     return merge_dimensions(stacked, dimension) if tiled else stacked, None
 
 
-def all_to_all(x, dim, size, options, *, dimension, concat_dimension, tiled):
+def all_to_all(
+    x: jax.Array, dim: int | None, size: int, options: Options, *, dimension: int, concat_dimension: int, tiled: bool
+) -> tuple[jax.Array, int | None]:
     """Member i gets block i of every member, along `concat_dimension`."""
     batch = batching.bdim_at_front(x, dim, size)
     # (receiver, source, ...)
@@ -77,7 +85,9 @@ def all_to_all(x, dim, size, options, *, dimension, concat_dimension, tiled):
     return merge_dimensions(jnp.moveaxis(blocks, 1, concat_dimension + 1), concat_dimension + 1), 0
 
 
-def permute(x, dim, size, options, *, perm):
+def permute(
+    x: jax.Array, dim: int | None, size: int, options: Options, *, perm: tuple[tuple[int, int], ...]
+) -> tuple[jax.Array, int | None]:
     """What each member receives; zeros if that is nothing."""
     if dim is None and len(perm) == size:
         return x, None
@@ -86,7 +96,7 @@ def permute(x, dim, size, options, *, perm):
     return jnp.zeros_like(batch).at[receivers].set(batch[sources], unique_indices=True), 0
 
 
-def reduce(x, dim, size, options, *, root):
+def reduce(x: jax.Array, dim: int | None, size: int, options: Options, *, root: int) -> tuple[jax.Array, int | None]:
     total = _sum(x, dim, size, options)
     shape, sharding = (size, *total.shape), _compat.stacked_sharding(total, _compat.explicit_axes(x, dim))
     totals = jnp.broadcast_to(total, shape, out_sharding=sharding)
@@ -94,5 +104,5 @@ def reduce(x, dim, size, options, *, root):
     return jnp.where(is_root, totals, jnp.zeros_like(totals)), 0
 
 
-def broadcast(x, dim, size, options, *, root):
+def broadcast(x: jax.Array, dim: int | None, size: int, options: Options, *, root: int) -> tuple[jax.Array, int | None]:
     return x if dim is None else lax.index_in_dim(_compat.undivided(x, dim), root, dim, keepdims=False), None

@@ -1,21 +1,24 @@
-"""Which processes share a host, and their GPUs, through the key-value store of `jax.distributed`."""
+"""What processes tell each other through the key-value store of `jax.distributed`: hosts, GPUs, and what they call."""
 
 import collections
+import contextlib
+import functools
 import itertools
+import json
 import os
 import pathlib
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import exit_notice, xla_timeouts
-from jax_ring.distributed.gpus import Gpus, gpus_here
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -30,10 +33,38 @@ class _Host(NamedTuple):
     name: str  # for messages
 
 
+class Identity(NamedTuple):
+    """A GPU or MIG slice, as all processes of a host see it."""
+
+    bus_id: str  # its PCI address, shared by slices
+    uuid: str  # differs between slices
+
+    def shares_gpu_with(self, other: "Identity") -> bool:
+        return self.bus_id == other.bus_id or self.uuid == other.uuid
+
+
+class Gpus(NamedTuple):
+    """What a process tells of GPUs."""
+
+    own: tuple[Identity, ...] = ()  # its JAX devices, by id
+    # pairs of visible GPUs, the first without peer access to the second
+    severed: frozenset[tuple[Identity, Identity]] = frozenset()
+    why_not: str = ""  # why it can serve no GPUs, or ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.own, sorted(self.severed), self.why_not]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Gpus":
+        own, severed, why_not = json.loads(data)
+        pairs = frozenset((Identity(*one), Identity(*other)) for one, other in severed)
+        return cls(tuple(Identity(*gpu) for gpu in own), pairs, why_not)
+
+
 class _Membership:
     """This process in one distributed runtime; construction publishes its host, without blocking."""
 
-    def __init__(self, client) -> None:
+    def __init__(self, client: Any) -> None:
         xla_timeouts.join(client)
         self.client = client  # tells a later runtime from this one
         process = _compat.distributed_process()
@@ -197,3 +228,139 @@ def publish_with_plugins() -> None:
     global _has_plugins
     _has_plugins = True
     publish()
+
+
+# ---- The GPUs of this process ----------------------------------------------------------------------------------------
+
+
+def gpus_here() -> Gpus:
+    """The GPUs of this process, without starting a JAX backend or a CUDA context."""
+    return _gpus_of(runtime.cuda_kernels, _compat.visible_gpus())
+
+
+@functools.lru_cache(maxsize=1)
+def _gpus_of(kernels: types.ModuleType | None, visible: tuple[int, ...] | None) -> Gpus:
+    if kernels is None:
+        return Gpus(why_not=f"jax_ring was built without its CUDA kernels: {runtime.why_no_cuda}")
+    try:
+        seen = [Identity(*identity) for identity in kernels.identities()]
+        severed = kernels.unreachable(list(range(len(seen))))
+    except RuntimeError as error:
+        return Gpus(why_not=f"the CUDA runtime cannot list the GPUs: {error}")
+    # JAX numbers the devices of a process in the order of their CUDA ordinals.
+    ordinals = range(len(seen)) if visible is None else sorted(i for i in visible if i < len(seen))
+    return Gpus(tuple(seen[i] for i in ordinals), frozenset((seen[a], seen[b]) for a, b in severed if a != b))
+
+
+# ---- Hosts of devices that are only compiled for ---------------------------------------------------------------------
+
+
+# Pairs of process and host, or None. A user context is part of the keys of JAX's caches, so a program lowered with
+# other hosts is never reused. JAX does not allow creating a context while other threads trace.
+_assumed = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
+    """States which processes share a host, for devices of `jax.experimental.topologies`.
+
+    Without it each of their processes counts as a host of its own; hosts of real devices are known.
+
+        with jax_ring.assume_hosts({process: process // 8 for process in range(16)}):  # two hosts of 8 processes
+            compiled = jax.jit(step).lower(params, batch).compile()
+
+    It affects programs lowered in this thread within the block, and replaces an outer one.
+
+    Args:
+      hosts: a number or name for each process of the mesh; equal ones share a host.
+
+    Raises:
+      TypeError: if `hosts` is not a mapping from integers to integers or strings.
+      ValueError: if it is empty, or a process is negative.
+      RuntimeError: in a function that is being traced, and lowered later.
+    """
+    if not isinstance(hosts, Mapping):
+        raise TypeError(f"assume_hosts: pass a mapping from process to host, as in {{0: 0, 1: 0}}; got {hosts!r}")
+    for process, host in hosts.items():
+        if type(process) is not int or type(host) not in (int, str):
+            raise TypeError(f"assume_hosts: a process is an int, and a host an int or a str, got {process!r}: {host!r}")
+        if process < 0:
+            raise ValueError(f"assume_hosts: processes are numbered from 0, got {process}")
+    if not hosts:
+        raise ValueError("assume_hosts: the mapping names no process")
+    if _compat.is_tracing():
+        raise RuntimeError(
+            "assume_hosts() was entered in a function that is being traced. It affects lowering, which happens after "
+            "tracing: use it around lower() of the outermost jitted function."
+        )
+    with _assumed(tuple(sorted(hosts.items()))):
+        yield
+
+
+def assumed() -> tuple | None:
+    """What is assumed in this thread."""
+    return _assumed.value
+
+
+def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
+    """A context with another thread's assumption."""
+    return _assumed(hosts)
+
+
+def assumed_host_of(process: int) -> int | str:
+    """The host of a process whose devices are not there; raises ValueError if `assume_hosts()` does not name it."""
+    if (pairs := assumed()) is None:
+        return process
+    hosts = dict(pairs)
+    if process not in hosts:
+        raise ValueError(
+            f"assume_hosts: the mesh has a device of process {process}, and the mapping names only the processes "
+            f"{', '.join(map(str, hosts))}. Add process {process}."
+        )
+    return hosts[process]
+
+
+# ---- Whether processes agree -----------------------------------------------------------------------------------------
+
+
+def check_agreement(function: str, description: str) -> None:
+    """Checks that all processes describe their k-th call of this function alike.
+
+    For a mesh of all devices of several processes, where each must trace the same calls in the same order. Elsewhere it
+    does nothing. Raises ValueError if descriptions differ, or a process traces no k-th call within the deadline.
+    """
+    processes = range(jax.process_count())
+    if len(processes) == 1 or jax.sharding.get_abstract_mesh().size != jax.device_count():
+        return
+    key = f"jax_ring/call/{next_number('jax_ring/call')}"
+    compare(function, description, key, processes)
+
+
+def compare(function: str, description: str, key: str, processes: Sequence[int]) -> None:
+    """Raises ValueError unless these processes publish the same description under this key before the deadline."""
+    for other, value in gather(function, description.encode(), key, processes):
+        theirs = value.decode()
+        if theirs != description:
+            pairs = itertools.zip_longest(description.splitlines(), theirs.splitlines(), fillvalue="nothing")
+            differences = [f"{a.strip()!r} here, {b.strip()!r} there" for a, b in pairs if a != b]
+            raise ValueError(
+                f"{function}: process {jax.process_index()} (here) and process {other} (there) were given different "
+                f"data: {'; '.join(differences[:3])}. All processes must have the same parameters, dtypes and options."
+            )
+
+
+def gather(function: str, value: bytes, key: str, processes: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """Publishes a value, and yields (process, value) as they come; raises ValueError if one is late."""
+    publish, fetch = _compat.key_value_store(runtime.timeout())
+    process = jax.process_index()
+    publish(f"{key}/{process}", value)
+    for other in processes:
+        try:
+            theirs = fetch(f"{key}/{other}")
+        except Exception as error:
+            raise ValueError(
+                f"{function}: process {other} did not reach this call within {runtime.timeout():g} s; process "
+                f"{process} did. All processes must make the same calls in the same order. "
+                f"{runtime.TIMEOUT_VARIABLE} sets the time limit."
+            ) from error
+        yield other, theirs

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ class _Process(NamedTuple):
 class _Membership:
     """This process in one distributed runtime."""
 
-    def __init__(self, client, process: int) -> None:
+    def __init__(self, client: Any, process: int) -> None:
         self.client = client
         self.process = process
         self.has_left = False
@@ -59,7 +59,7 @@ _hook: Callable | None = None  # this module's sys.excepthook; the program may h
 _is_ending = False
 
 
-def join(client, process: int) -> None:
+def join(client: Any, process: int) -> None:
     """Publishes how others see whether this process has ended, and watches over its end.
 
     client: of the runtime that replaces an earlier one. process: its index.

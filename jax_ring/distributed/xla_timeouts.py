@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ring import _compat, runtime
@@ -67,7 +67,7 @@ _state = _State()
 _lock = threading.Lock()
 
 
-def join(client) -> None:
+def join(client: Any) -> None:
     """Joins a distributed runtime, and forgets what the last one had."""
     _state.client = client
     _state.names.clear()
@@ -116,7 +116,7 @@ _ADVICE = (
 )
 
 
-def _in_background(function, *arguments) -> None:
+def _in_background(function: Callable, *arguments: Any) -> None:
     """Calls a function that may hang while the coordinator is out of reach."""
     threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True).start()
 

@@ -1,10 +1,13 @@
-"""A generation as its members see it: leaving it, entering the next, meeting the others."""
+"""A generation as its members see it: meeting the others, what ends it, leaving it, entering the next."""
 
 import gc
 import itertools
 import json
 import logging
+import os
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,10 +15,9 @@ import jax
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, exit_notice
 from jax_ring.elastic.exchange import Exchange
-from jax_ring.elastic.failures import Leave
-from jax_ring.elastic.layout import Layout
+from jax_ring.launcher import foreign_errors
 from jax_ring.launcher.coordinator.server import with_own_handler
-from jax_ring.launcher.protocol import Control, Member
+from jax_ring.launcher.protocol import HOSTS_VARIABLE, Control, Member
 from jax_ring.progress import notes
 
 logger = logging.getLogger("jax_ring")
@@ -28,6 +30,45 @@ _ENTRY_SECONDS = 20.0
 _PATIENCE_SECONDS = 1.0
 
 
+class Leave(BaseException):
+    """Ends `train` after a commit, so that a new process can join. No Exception, which `train` might catch."""
+
+
+class HostsOfProcesses:
+    """On which host each process of a generation is, and who keeps copies of whose parts of divided leaves.
+
+    firsts: the first process of each host, in order. count: the number of processes.
+    """
+
+    def __init__(self, firsts: tuple[int, ...], count: int) -> None:
+        self._firsts, self._count = firsts, count
+
+    @classmethod
+    def of_launcher(cls, count: int) -> "HostsOfProcesses":
+        """The hosts of this job, as its launcher says; without hosts that come and go, one."""
+        given = os.environ.get(HOSTS_VARIABLE)
+        return cls(tuple(map(int, given.split(","))) if given else (0,), count)
+
+    @property
+    def has_several_hosts(self) -> bool:
+        return len(self._firsts) > 1
+
+    def is_first(self, process: int) -> bool:
+        """Whether it is the first process of its host."""
+        return process in self._firsts
+
+    def keeper(self, owner: int) -> int:
+        """The process on the next host that keeps a copy of a process's parts; on one host the process itself."""
+        host = max(h for h, first in enumerate(self._firsts) if first <= owner)
+        begin = self._firsts[(host + 1) % len(self._firsts)]
+        end = ([*self._firsts, self._count])[(host + 1) % len(self._firsts) + 1]
+        return begin + (owner - self._firsts[host]) % (end - begin)
+
+    def kept_by(self, process: int) -> list[int]:
+        """The processes of whose parts it keeps copies."""
+        return [owner for owner in range(self._count) if owner != process and self.keeper(owner) == process]
+
+
 class Generation:
     """The members of a job between two changes."""
 
@@ -36,7 +77,7 @@ class Generation:
         self.number, self.control = number, control
         self.process = _compat.distributed_process()
         self.num_processes = _compat.num_distributed_processes()
-        self.layout = Layout.of_launcher(self.num_processes)
+        self.hosts = HostsOfProcesses.of_launcher(self.num_processes)
         self._exchange: Exchange | None = None
         self._posts = itertools.count()
 
@@ -80,6 +121,60 @@ class Generation:
                     raise
                 if waited > _PATIENCE_SECONDS and self.change_pending():
                     raise Leave("another process has ended before it had entered the generation") from None
+
+
+# ---- What ends a generation ------------------------------------------------------------------------------------------
+
+
+def why_left(error: BaseException) -> str | None:
+    """Why an exception of `train` makes this process leave its generation; else None.
+
+    So does one raised while such an error was handled, unless `from None` or an exit.
+    """
+    if isinstance(error, Leave):
+        return str(error)
+    if not isinstance(error, Exception):
+        return None
+    for each in _chain(error):
+        # JAX chooses the type: awaiting a result raises ValueError.
+        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _is_of_a_member(each):
+            return str(each)
+    return None
+
+
+def _is_of_a_member(error: Exception) -> bool:
+    failure = runtime.failure_of(error)
+    if failure is not None:
+        return failure.code == "DEADLINE_EXCEEDED"
+    return foreign_errors.MEMBER_GONE.search(str(error)) is not None
+
+
+def explain_dead(error: BaseException, generation: int) -> None:
+    """Adds advice where an object of an earlier generation was used."""
+    if generation and any(foreign_errors.DEAD.search(str(each)) for each in _chain(error)):
+        error.add_note(
+            f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "
+            "functions over them that were made before it are dead. Make them inside the function that "
+            "jax_ring.elastic.run decorates, from the arrays in its state."
+        )
+
+
+def clear_frames(error: BaseException) -> None:
+    """Frees what an exception's frames hold, such as arrays."""
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
+
+
+# ---- From one to the next --------------------------------------------------------------------------------------------
 
 
 def leave(how: runtime.Departure) -> None:

@@ -51,7 +51,7 @@ class KeptCommits:
 
     @classmethod
     def of_launcher(cls, parts_only: bool = False) -> "KeptCommits | None":
-        """That of the launcher of this process; None without one."""
+        """The memory of this process's launcher; None without one."""
         if not (given := os.environ.get(KEPT_VARIABLE)):
             return None
         slot, *files = map(int, given.split(","))
@@ -63,9 +63,9 @@ class KeptCommits:
 
         Raises OSError if there is no memory for it.
         """
-        if self.parts_only and generation.layout.has_several_hosts:
+        if self.parts_only and generation.hosts.has_several_hosts:
             return  # each generation has new processes there, which have nothing to put the parts to
-        is_first = generation.layout.is_first(generation.process) and not self.parts_only
+        is_first = generation.hosts.is_first(generation.process) and not self.parts_only
         if not is_first and snapshot.held is None:
             return
         header = snapshot.header() if is_first else None

@@ -10,8 +10,7 @@ import jax
 
 from jax_ring import _compat
 from jax_ring.distributed import exit_notice
-from jax_ring.elastic import failures
-from jax_ring.elastic.generation import Generation, enter, leave
+from jax_ring.elastic.generation import Generation, Leave, clear_frames, enter, explain_dead, leave, why_left
 from jax_ring.elastic.state import State
 from jax_ring.launcher.protocol import (
     CONTROL_VARIABLE,
@@ -163,7 +162,7 @@ def _loop(
                 fruitless = 0
             # The launcher forms the first generation before the processes tell what they need.
             if control is not None and (count < min_processes or (num_shards or 0) % jax.device_count()):
-                raise failures.Leave(
+                raise Leave(
                     f"{count} processes with {jax.device_count()} devices do not suit min_processes={min_processes}, "
                     f"num_shards={num_shards}"
                 )
@@ -171,13 +170,13 @@ def _loop(
             state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
             return result
         except BaseException as error:
-            reason = failures.why_left(error)
+            reason = why_left(error)
             if control is None or reason is None or fruitless == _MAX_FRUITLESS:
-                failures.explain(error, number)
+                explain_dead(error, number)
                 raise
             is_failure = isinstance(error, Exception)
             how = exit_notice.departure_by(error) if is_failure else Departure("has left for new members")
-            failures.clear(error)
+            clear_frames(error)
         # Not in the handler: it refers to the exception, and so to arrays.
         logger.info("leaving generation %d: %s", number, reason)
         made_commits = state.commits > at_entry

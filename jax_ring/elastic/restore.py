@@ -132,7 +132,7 @@ def _loaded(generation: Generation, values: Mapping[str, Any], stores: Stores) -
 
 def _newest_kept(generation: Generation, kept: KeptCommits) -> tuple[CommitId | None, list[Have | None]]:
     """The newest commit whose parts are all in memory of launchers, and what each process can read of it."""
-    is_first = generation.layout.is_first(generation.process)
+    is_first = generation.hosts.is_first(generation.process)
     posted = generation.post([[*each] for each in kept.commits().items()] if is_first else [])
     of_process = [{CommitId(*commit): Have(*have) for commit, have in each} for each in posted]
     for commit in sorted({commit for each in of_process for commit in each}, reverse=True):

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from jax_ring.elastic.checkpoints import Checkpoints
-from jax_ring.elastic.failures import Leave
-from jax_ring.elastic.generation import Generation
+from jax_ring.elastic.generation import Generation, Leave
 from jax_ring.elastic.kept import KeptCommits
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot, array_of
@@ -142,7 +141,7 @@ class State:
         self.__dict__["_generation"] = generation
         stores = Stores(self._kept, self._checkpoints)
         snapshot, newcomers = restore(generation, self._made_in, self._snapshots, self._values, stores)
-        if self._kept is not None and generation.layout.has_several_hosts and snapshot.number:
+        if self._kept is not None and generation.hosts.has_several_hosts and snapshot.number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(snapshot, generation)
         # Every leaf is complete here, so another process may be lost before the next commit.
@@ -186,9 +185,9 @@ def _with_others(
     """A commit with the parts that this process keeps for others; in process 0, on request, a whole one."""
     process, count = generation.process, generation.num_processes
     everything = whole_in_first and process == 0
-    if snapshot.held is None or not (whole_in_first or generation.layout.has_several_hosts):
+    if snapshot.held is None or not (whole_in_first or generation.hosts.has_several_hosts):
         return snapshot, snapshot.whole() if everything else None
-    kept = generation.layout.kept_by(process)
+    kept = generation.hosts.kept_by(process)
     sizes = [snapshot.num_bytes(p) for p in range(count)]
     received = generation.exchange.gather(
         snapshot.packed(process), sizes, [p for p in range(count) if p != process and (everything or p in kept)]

@@ -1,7 +1,7 @@
 """`explain()`: lists the collectives of a function, who serves each of them, and the bytes they send."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,12 +203,12 @@ def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predi
 
 
 def _kind_of(function: str) -> str | None:
-    """The kind of collective, as of `wire_bytes()`; None for other functions."""
+    """The kind of collective, by its name in `wire_bytes()`; None for other functions."""
     function = function.removesuffix("_start")  # of an asynchronous collective
     return _KINDS.get(function) or _KINDS.get(function.removeprefix("ring_"))
 
 
-def _as_jaxpr(jaxpr) -> core.Jaxpr:
+def _as_jaxpr(jaxpr: Any) -> core.Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -284,7 +284,7 @@ def _algorithm_text(collective: Collective) -> str:
     return f" ({collective.algorithm}{chosen})" if collective.algorithm else ""
 
 
-def _aval_text(aval) -> str:
+def _aval_text(aval: Any) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
@@ -316,7 +316,7 @@ def _who_serves(
     return "jax_ring", ""
 
 
-def _platform(mesh) -> str:
+def _platform(mesh: Any) -> str:
     # An abstract mesh has no platform. The program is then lowered for the default platform, or for that of its
     # arguments.
     platform = mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else jax.default_backend()
@@ -333,7 +333,7 @@ def _total_text(collectives: Sequence[Collective | Instruction]) -> str:
     return f"{'at least ' if len(known) < len(collectives) else ''}{_total_wire_bytes(known):,.0f}"
 
 
-def _num_bytes(aval) -> int:
+def _num_bytes(aval: Any) -> int:
     if not is_number(aval.dtype):  # random keys
         aval = jax.eval_shape(jax.random.key_data, aval)
     # Integers of fewer than 8 bits are packed; booleans are not.
@@ -341,7 +341,7 @@ def _num_bytes(aval) -> int:
     return math.ceil(aval.size * bits / 8)
 
 
-def _abbreviate(values) -> str:
+def _abbreviate(values: Iterable) -> str:
     values = list(map(str, values))
     if len(set(values)) == 1:
         return values[0] if len(values) == 1 else f"{len(values)} x {values[0]}"

@@ -18,25 +18,24 @@ class Options:
     command: tuple[str, ...]  # script or module, with arguments
     is_module: bool = False
     min_processes: int = 1  # of this host, without which the job ends
-    processes: int = 1
-    devices: int | None = None
-    max_restarts: int = 0
-    backoff: float = 1.0
-    grace: float = 10.0
-    # After a failure the other processes only have to run their own SIGTERM handlers.
-    failure_grace: float = 1.0
-    leave_timeout: float = 5.0
-    log_dir: pathlib.Path | None = None
-    watch: float | None = None
-    on_stuck: str | None = None
+    processes: int = 1  # started on this host
+    devices: int | None = None  # of each process; None for one GPU, and for as many CPU devices as JAX makes
+    max_restarts: int = 0  # after failures, of all processes or of one of an elastic job
+    backoff: float = 1.0  # before the first restart; doubled for each later one
+    grace: float = 10.0  # for processes to exit after a signal, or after an exception of their own
+    failure_grace: float = 1.0  # for the others to exit after one has failed: they only run their SIGTERM handlers
+    leave_timeout: float = 5.0  # for a process of an elastic job to leave, once another has
+    log_dir: pathlib.Path | None = None  # for a file per process with its output
+    watch: float | None = None  # after which a program or step is stuck; None to watch what the script says alone
+    on_stuck: str | None = None  # "report" or "end"; None for what the script says
     nnodes: int = 1  # the number of hosts; if they may come and go, the largest one
     min_nodes: int = 0  # if hosts may come and go, how many are enough; else 0
-    node_rank: int | None = 0
+    node_rank: int | None = 0  # index of this host; None if hosts may come and go and it has none
     # where launchers listen to the others, in the order in which they may lead: (host, port)
     coordinators: tuple[tuple[str, int], ...] = ()
-    node_timeout: float = 300.0
-    join_timeout: float = 30.0
-    heartbeat_timeout: float = 20.0
+    node_timeout: float = 300.0  # for launchers to find each other
+    join_timeout: float = 30.0  # for more than `min_nodes` hosts to be there at the start
+    heartbeat_timeout: float = 20.0  # of silence, after which launchers give each other up
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> Options:

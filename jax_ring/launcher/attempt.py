@@ -6,13 +6,12 @@ import signal
 from collections.abc import Callable, Sequence
 
 from jax_ring.launcher import environment, events, protocol
-from jax_ring.launcher.elastic.members import Needs
-from jax_ring.launcher.elastic.supervisor import Elastic
-from jax_ring.launcher.elastic_hosts.leaving import Leaving
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.failures import NO_RANK, Failure, Failures, from_report, from_status
+from jax_ring.launcher.events import NO_RANK, Failure, Failures, failure_of_report, failure_of_status
+from jax_ring.launcher.members import Needs
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Outcome, Remote, Shared
+from jax_ring.launcher.supervisor import Elastic, Leaving
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
 from jax_ring.launcher.watching.watcher import Watcher
 
@@ -40,8 +39,8 @@ class Attempt:
         self._raised: set[int] = set()  # those that an exception of their own ends
         self._signalled: set[int] = set()  # those that were told to end
         self._killed: set[int] = set()
-        self._reminded = False  # whether the wait for a report of the cause has begun
-        self._waits_for_cause = False  # whether it goes on, because the cause has not ended
+        self._is_waiting_for_cause = False  # whether the wait for a report of the cause has begun
+        self._waits_longer_for_cause = False  # whether it goes on, because the cause has not ended
         self._timers: list[asyncio.TimerHandle] = []
 
     async def run(self) -> Outcome:
@@ -176,7 +175,9 @@ class Attempt:
             # Ends that no event has told yet.
             for process in self._processes.values():
                 if process.status and process.number not in self._signalled | self._killed:
-                    self._failures.setdefault(process.number, from_status(process.name, process.rank, process.status))
+                    self._failures.setdefault(
+                        process.number, failure_of_status(process.name, process.rank, process.status)
+                    )
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
@@ -191,7 +192,7 @@ class Attempt:
             if self._elastic is not None:
                 self._elastic.finished(process)
             return None
-        end = from_status(process.name, process.rank, process.status)
+        end = failure_of_status(process.name, process.rank, process.status)
         failure = self._failures.setdefault(process.number, end)  # unless it has reported another
         if process.number not in self._killed:
             failure.status = end.status
@@ -208,15 +209,15 @@ class Attempt:
             return None  # the launcher of host 0 decides
         if self._failures.has_own():
             return text or str(failure)
-        self._remind_of_cause()  # the process that it blames may be about to fail too
+        self._wait_for_cause()  # the process that it blames may be about to fail too
         return None
 
-    def _remind_of_cause(self) -> None:
-        if not self._reminded:
-            self._reminded = True
-            self._later(self._options.failure_grace, self._reminded_of_cause)
+    def _wait_for_cause(self) -> None:
+        if not self._is_waiting_for_cause:
+            self._is_waiting_for_cause = True
+            self._later(self._options.failure_grace, self._no_cause_in_time)
 
-    def _reminded_of(self, process: Process) -> str | None:
+    def _has_not_exited(self, process: Process) -> str | None:
         """A process should have exited after reporting its failure."""
         if process.status is not None:
             return None
@@ -230,19 +231,19 @@ class Attempt:
         assert failure is not None
         return self._failed(process.number, failure, waited)
 
-    def _reminded_of_cause(self) -> str | None:
+    def _no_cause_in_time(self) -> str | None:
         """The process that others blame should have failed too."""
         if self._elastic is not None:
             return None
         first = str(self._failures.first())
         ended = {process.rank for process in self._processes.values() if process.status is not None}
         more = self._options.grace - self._options.failure_grace
-        if self._waits_for_cause or more <= 0 or not (awaited := self._failures.awaited() - ended):
+        if self._waits_longer_for_cause or more <= 0 or not (awaited := self._failures.awaited() - ended):
             return first
-        self._waits_for_cause = True
+        self._waits_longer_for_cause = True
         ranks = ", ".join(map(str, sorted(awaited)))
         self._log(f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause")
-        self._later(more, self._reminded_of_cause)
+        self._later(more, self._no_cause_in_time)
         return None
 
     def _stuck(self, blamed: dict[int, str], waiting: Sequence[int]) -> str | None:
@@ -258,7 +259,7 @@ class Attempt:
             self._elastic.end_stuck(processes, waiting)
         return next(filter(None, reasons), None)
 
-    def _asked(self, process: Process | None, message: dict, answer) -> None:
+    def _asked(self, process: Process | None, message: dict, answer: events.Answer) -> None:
         if process is None:
             answer({"error": "this process belongs to an attempt that has ended"})
             return
@@ -269,9 +270,9 @@ class Attempt:
                 case "report":
                     failure = self._reported(process, message, answer)
                     if failure.is_own or self._elastic is not None:
-                        self._later(self._options.failure_grace, functools.partial(self._reminded_of, process))
+                        self._later(self._options.failure_grace, functools.partial(self._has_not_exited, process))
                     else:
-                        self._remind_of_cause()
+                        self._wait_for_cause()
                 case "enlist":
                     members = self._enlist(message["min_processes"], message["multiple_of"])
                     answer({"done": True})
@@ -317,8 +318,8 @@ class Attempt:
         assert members is not None
         return members
 
-    def _reported(self, process: Process, message: dict, answer) -> Failure:
-        failure = self._failures.setdefault(process.number, from_report(process.name, process.rank, message))
+    def _reported(self, process: Process, message: dict, answer: events.Answer) -> Failure:
+        failure = self._failures.setdefault(process.number, failure_of_report(process.name, process.rank, message))
         if failure.is_own:
             self._raised.add(process.number)
         answer({"done": True})

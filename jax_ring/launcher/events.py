@@ -1,15 +1,80 @@
-"""What a launcher waits for."""
+"""What a launcher waits for, and the failures that it hears of."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from types import UnionType
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.processes import describe_status
+
+NO_RANK = -1
+_MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
+
 
 # Answers a process. The answer may come later.
 Answer = Callable[[dict[str, Any]], None]
+
+
+# ---- Failures --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Failure:
+    """The failure of a process."""
+
+    name: str  # of the process, for messages
+    rank: int  # its first index; NO_RANK for a process of the launcher
+    what: str  # what happened, after the name
+    status: int = 1  # for the launcher to exit with
+    caused_by: int | None = None  # the process it blames; -1 if unknown, None for itself
+
+    @property
+    def is_own(self) -> bool:
+        return self.caused_by is None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what}"
+
+
+def failure_of_status(name: str, rank: int, status: int) -> Failure:
+    """A status other than 0, without a report."""
+    return Failure(name, rank, describe_status(status), status if status > 0 else 128 - status)
+
+
+def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
+    """A report of the exception that ended it."""
+    lines = str(report.get("message", "")).strip().splitlines()
+    text = lines[0] if lines else ""
+    if len(text) > _MESSAGE_LENGTH:
+        text = text[:_MESSAGE_LENGTH] + " ..."
+    caused_by = report.get("caused_by")
+    what = f"raised {report.get('type')}" + (f": {text}" if text else "")
+    return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
+
+
+class Failures(dict[int | tuple[int, int], Failure]):
+    """An attempt's failures, in the order in which they became known.
+
+    By the launcher's number of the process; by (host, rank) for those of other hosts.
+    """
+
+    def first(self) -> Failure | None:
+        """The first failure by a process's own fault; without any, the first."""
+        own = [failure for failure in self.values() if failure.is_own]
+        return next(iter(own or self.values()), None)
+
+    def awaited(self) -> set[int]:
+        """The ranks that failures blame, and whose own is not known."""
+        blamed = {failure.caused_by for failure in self.values() if failure.caused_by is not None}
+        return blamed - {failure.rank for failure in self.values()} - {-1}
+
+    def has_own(self) -> bool:
+        return any(failure.is_own for failure in self.values())
+
+
+# ---- Events ----------------------------------------------------------------------------------------------------------
 
 
 class Due(NamedTuple):

@@ -15,7 +15,7 @@ from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.events import Failure
 from jax_ring.launcher.output import Output, leave_signals_to_main_thread
 from jax_ring.launcher.shared import Outcome, Remote, Shared, stopped_by
 

@@ -31,7 +31,7 @@ def leave_signals_to_main_thread() -> None:
 class Writer:
     """A thread that writes to files that may block; the process's exit does not wait for it.
 
-    All but `_run` is called in the event loop's thread.
+    Everything except `_run` is called in the event loop's thread.
 
     Attributes:
       room: set while the queue is short.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
-from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.events import Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
 from jax_ring.launcher.watching.others import Others
@@ -86,13 +86,13 @@ class Outcome(NamedTuple):
     is_ended: bool = False  # whether the job is over, whatever restarts are left
 
     def blamed_on(self, cause: Failure | None) -> "Outcome":
-        """The same, or a failure for a cause outside of the attempt's processes."""
+        """This outcome, or a failure for a cause outside of the attempt's processes."""
         if self.failure is None or self.is_stopped or cause is None:
             return self
         return self._replace(status=cause.status, failure=cause)
 
     def or_stopped(self, signum: int | None) -> "Outcome":
-        """The same, or that of a signal which came while others ended, unless one has ended the attempt before."""
+        """The outcome by a signal which came while others ended, unless one has ended the attempt before."""
         return self if signum is None or self.is_stopped else stopped_by(signum)
 
 

@@ -113,7 +113,7 @@ def watch_process() -> None:
     if page := load_beside("watching/page.py").Page.of_launcher():
         page.write_stacks_on_signal()
     if os.environ.get("JAX_RING_WATCH"):
-        after_import("jax", lambda jax: importlib.import_module("jax_ring.progress.executions").start())
+        after_import("jax", lambda jax: importlib.import_module("jax_ring.progress.watch").watch_executions())
 
 
 def patch_initialize() -> None:

@@ -10,8 +10,7 @@ import numpy as np
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.distributed.assumed_hosts import assumed, assumed_host_of
-from jax_ring.distributed.gpus import Identity
+from jax_ring.distributed.discovery import Identity, assumed, assumed_host_of
 
 Groups = Sequence[Sequence[int]]  # of mesh positions
 

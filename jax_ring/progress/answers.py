@@ -10,7 +10,6 @@ import types
 from jax_ring import _compat, runtime
 from jax_ring.launcher.protocol import Control
 from jax_ring.launcher.watching import report
-from jax_ring.launcher.watching.comparison import Comparison, seconds_between_looks
 from jax_ring.launcher.watching.page import Notes
 from jax_ring.progress import notes
 
@@ -48,10 +47,10 @@ def _answer_launcher() -> None:
 
 def _watch_alone() -> None:
     """Reports the own steps: nothing is known of other processes."""
-    comparison, before = Comparison(), time.monotonic()
+    comparison, before = report.Comparison(), time.monotonic()
     while True:
         limit = notes.page().read().limit
-        wait = seconds_between_looks(limit)
+        wait = report.seconds_between_looks(limit)
         time.sleep(wait)
         note = notes.page().read()
         elapsed, before = min(time.monotonic() - before, 2 * wait), time.monotonic()
@@ -115,7 +114,7 @@ def _last_calls() -> tuple[str, str]:
         text = f"{waiting[-1].text}, which XLA serves between hosts, waits, {waiting[-1].age:.1f} s"
     else:
         text = ""
-    from jax_ring.inspect.flight_recorder import flight_recorder  # only needed here
+    from jax_ring.inspect.recorded import flight_recorder  # only needed here
 
     record = flight_recorder()
     process = _compat.distributed_process()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.quantized import quantized_psum
-from jax_ring.distributed.agreement import check_agreement
+from jax_ring.distributed.discovery import check_agreement
 from jax_ring.training.buckets import plan_buckets
 from jax_ring.training.wire import Int8Wire
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
-from jax_ring.distributed import agreement, discovery
+from jax_ring.distributed import discovery
 from jax_ring.options import check_arrays, path_texts
 from jax_ring.training.implementations import Impl, implementation
 
@@ -86,12 +86,12 @@ def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable
     members = f"jax_ring/replicas/{','.join(map(str, processes))}"
     key = f"{members}/{discovery.next_number(members)}"
     types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
-    agreement.compare("assert_replicated", types, key, processes)
+    discovery.compare("assert_replicated", types, key, processes)
     rounds = itertools.count()
 
     def gather(value):
         encoded = json.dumps(value).encode()
-        values = agreement.gather("assert_replicated", encoded, f"{key}/{next(rounds)}", processes)
+        values = discovery.gather("assert_replicated", encoded, f"{key}/{next(rounds)}", processes)
         return [json.loads(theirs) for _, theirs in values]
 
     return gather

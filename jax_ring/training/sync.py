@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
-from jax_ring.distributed.agreement import check_agreement
+from jax_ring.distributed.discovery import check_agreement
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets

@@ -9,15 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_ring.elastic.generation import HostsOfProcesses
 from jax_ring.elastic.kept import KeptCommits
-from jax_ring.elastic.layout import Layout
 from jax_ring.elastic.restore import Stores, restore
 from jax_ring.elastic.snapshots import Divided, Snapshot
 from jax_ring.elastic.state import State
 from jax_ring.launcher import environment
 from jax_ring.launcher.protocol import KEPT_VARIABLE, RESTART_VARIABLE
 
-ONE_HOST = Layout((0,), 2)
+ONE_HOST = HostsOfProcesses((0,), 2)
 BOXES = ((((0, 1),), ((3, 4),)), (((1, 3),),))  # of two processes
 
 
@@ -35,9 +35,9 @@ def values(number, divided=True):
     return {"w": w, "step": number, "m": np.arange(4.0) * number if divided else np.zeros(0), "empty": np.zeros((0, 3))}
 
 
-def member(process, generation, layout):
+def member(process, generation, hosts):
     """What `write` needs to know of a process's generation."""
-    return types.SimpleNamespace(process=process, number=generation, layout=layout)
+    return types.SimpleNamespace(process=process, number=generation, hosts=hosts)
 
 
 def snapshot_of(process, number, divided=True):
@@ -58,7 +58,7 @@ def commit(files, process, number, *, slot=None, generation=0, divided=True):
 class Alone:
     """The generation of a process that is started when all others are lost."""
 
-    process, num_processes, layout = 0, 1, Layout((0,), 1)
+    process, num_processes, hosts = 0, 1, HostsOfProcesses((0,), 1)
     exchange = None
 
     def post(self, own):
@@ -109,18 +109,18 @@ def test_parts_that_are_gone(files):
 
 def test_on_several_hosts_any_may_be_lost():
     """Three processes on hosts of two, and one: each has what is not divided, and copies of the other's parts."""
-    layout = Layout((0, 2), 3)
-    assert [layout.keeper(owner) for owner in range(3)] == [2, 2, 0]
-    assert [layout.kept_by(process) for process in range(3)] == [[2], [], [0, 1]]
+    processes = HostsOfProcesses((0, 2), 3)
+    assert [processes.keeper(owner) for owner in range(3)] == [2, 2, 0]
+    assert [processes.kept_by(process) for process in range(3)] == [[2], [], [0, 1]]
     whole = np.arange(6.0)
     boxes = tuple((((2 * p, 2 * p + 2),),) for p in range(3))
     hosts = [environment.kept_files(2), environment.kept_files(1)]
     for process, (host, slot) in enumerate([(0, 0), (0, 1), (1, 0)]):
-        parts = {p: [whole[2 * p : 2 * p + 2]] for p in (process, *layout.kept_by(process))}
+        parts = {p: [whole[2 * p : 2 * p + 2]] for p in (process, *processes.kept_by(process))}
         leaves, structure = jax.tree.flatten({"m": 0, "step": 5})
         leaves[0] = Divided(whole.shape, whole.dtype, boxes, parts)
         snapshot = Snapshot(5, structure, leaves, 3, tuple(sorted(parts)))
-        KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, layout))
+        KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, processes))
     for files in hosts:
         stores = Stores(KeptCommits(files, 0), None)
         found = restore(Alone(), -1, [], {"m": whole * 0, "step": 0}, stores)[0]

@@ -12,7 +12,7 @@ import pytest
 
 import jax_ring
 from jax_ring import elastic
-from jax_ring.elastic import failures, loop
+from jax_ring.elastic import generation, loop
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.snapshots import Snapshot
 
@@ -257,11 +257,11 @@ def from_cause(error, cause):
 
 def test_why_left():
     peer = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: ring_psum of float32[]: Process 1 (rank 1) has ended.")
-    assert failures.why_left(peer) == str(peer)
-    assert failures.why_left(ValueError(str(peer))) == str(peer)  # from block_until_ready
-    assert failures.why_left(from_cause(RuntimeError("step 3"), peer)) == str(peer)
-    assert failures.why_left(jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
-    assert failures.why_left(failures.Leave("for a new process")) == "for a new process"
+    assert generation.why_left(peer) == str(peer)
+    assert generation.why_left(ValueError(str(peer))) == str(peer)  # from block_until_ready
+    assert generation.why_left(from_cause(RuntimeError("step 3"), peer)) == str(peer)
+    assert generation.why_left(jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
+    assert generation.why_left(generation.Leave("for a new process")) == "for a new process"
     for own in (
         ValueError("bad batch"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
@@ -269,14 +269,14 @@ def test_why_left():
         KeyboardInterrupt(),
         SystemExit(1),
     ):
-        assert failures.why_left(own) is None, own
+        assert generation.why_left(own) is None, own
 
 
 def test_an_own_error_says_what_is_dead():
     error = RuntimeError("Array has been deleted with shape=float32[3].")
-    failures.explain(error, 0)
+    generation.explain_dead(error, 0)
     assert not hasattr(error, "__notes__")
-    failures.explain(error, 2)
+    generation.explain_dead(error, 2)
     assert "this is generation 2 of the job" in error.__notes__[0]
 
 

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import explain, override_lax, ring_psum
-from jax_ring.inspect.compiled import find_collectives
+from jax_ring.inspect.compiled import find_collectives, wire_bytes
 from jax_ring.inspect.table import relative
-from jax_ring.inspect.wire_bytes import wire_bytes
 
 RANKS = 8
 MESH = make_mesh((RANKS,))

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from jax_ring.launcher.elastic_hosts import evidence
-from jax_ring.launcher.elastic_hosts.evidence import Evidence
-from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning, chosen
+from jax_ring.launcher.elastic_hosts import groups
+from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Host, Register, at_the_beginning, chosen
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -122,7 +121,7 @@ def test_there_is_one_line_of_groups(seed):
 
 def test_evidence(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(evidence.time, "monotonic", lambda: now)
+    monkeypatch.setattr(groups.time, "monotonic", lambda: now)
     pair = group(3, "ab")
     first, second = Evidence(20.0), Evidence(20.0)
     for each, other in ((first, "b"), (second, "a")):

@@ -15,7 +15,7 @@ import pytest
 from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone, reserved_ports
 
 from jax_ring.launcher import protocol
-from jax_ring.launcher.elastic_hosts.leaving import Leaving
+from jax_ring.launcher.supervisor import Leaving
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 

@@ -7,8 +7,7 @@ import pytest
 
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.elastic_hosts.evidence import Evidence
-from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
+from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.elastic_hosts.host import ElasticHost
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.shared import Outcome, Shared

@@ -9,7 +9,7 @@ import pytest
 from launches import assert_gone, command_with, run, start
 
 from jax_ring.launcher import protocol
-from jax_ring.launcher.elastic.members import Formation, Membership, Refusal
+from jax_ring.launcher.members import Formation, Membership, Refusal
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -266,7 +266,7 @@ print("members", member.num_processes, flush=True)
     slow = f"""
 import asyncio, os, signal
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.elastic.members import Membership
+from jax_ring.launcher.members import Membership
 service_started, ended = Service.started, Membership.ended
 noted = asyncio.Event()
 async def started(self):

@@ -7,7 +7,7 @@ import pytest
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.distributed.gpus import Gpus, Identity
+from jax_ring.distributed.discovery import Gpus, Identity
 
 
 class Client:

@@ -22,7 +22,7 @@ import jax_ring
 from jax_ring import _compat, override_lax, runtime
 from jax_ring.lowering import topology
 from jax_ring.lowering.hlo import collectives, hook, proto
-from jax_ring.lowering.hlo.wire import Message, integer
+from jax_ring.lowering.hlo.proto import Message, integer
 
 MESH = make_mesh()
 ROWS, WHOLE = NamedSharding(MESH, P("i")), NamedSharding(MESH, P())

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jaxlib import _hlo
 
-from jax_ring.lowering.hlo import collectives, proto, wire
-from jax_ring.lowering.hlo.replica_groups import DEVICE_LIST, IOTA, LISTS, MESH_AXES, Unsupported, groups_of
-from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.hlo import collectives, proto
+from jax_ring.lowering.hlo.collectives import DEVICE_LIST, IOTA, LISTS, MESH_AXES, groups_of
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 
 MODULE = """
 HloModule m, replica_count=1, num_partitions={ranks}
@@ -94,7 +94,7 @@ def test_parts_of_axes_of_random_meshes(seed):
 
 
 def of_lists(*groups) -> Message:
-    return Message([wire.data(LISTS, Message([wire.packed(1, group)])) for group in groups])
+    return Message([proto.data(LISTS, Message([proto.packed(1, group)])) for group in groups])
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def of_lists(*groups) -> Message:
         (of_lists([0, 1], [2]), "of different sizes"),
         (of_lists([0, 1]), "do not divide 3 partitions"),
         (of_lists([0, 1], [1, 2]), "do not divide 3 partitions"),
-        (Message([*of_lists([0, 1, 2]).fields, wire.data(IOTA, Message())]), "encoded in fields [49, 92]"),
-        (Message([wire.data(LISTS, Message([wire.integer(7, 1)]))]), "unknown fields [7]"),
-        (Message([wire.data(MESH_AXES, Message([wire.data(9, b"")]))]), "unknown fields [9]"),
+        (Message([*of_lists([0, 1, 2]).fields, proto.data(IOTA, Message())]), "encoded in fields [49, 92]"),
+        (Message([proto.data(LISTS, Message([proto.integer(7, 1)]))]), "unknown fields [7]"),
+        (Message([proto.data(MESH_AXES, Message([proto.data(9, b"")]))]), "unknown fields [9]"),
     ],
 )
 def test_what_is_not_known_is_refused(instruction, why):
@@ -122,7 +122,7 @@ def test_messages_keep_what_they_were_read_from():
     data = _hlo.hlo_module_from_text(MODULE.format(groups="[2,4]<=[8]", ranks=8)).as_serialized_hlo_module_proto()
     assert Message.parse(data).to_bytes() == data
     numbers = [0, 1, 127, 128, -1, 2**62, -(2**63)]
-    message = Message.parse(Message([wire.packed(1, numbers), wire.integer(2, -5), wire.data(3, "text")]).to_bytes())
+    message = Message.parse(Message([proto.packed(1, numbers), proto.integer(2, -5), proto.data(3, "text")]).to_bytes())
     assert (message.integers(1), message.integer(2), message.text(3)) == (numbers, -5, "text")
 
 

@@ -7,7 +7,7 @@ import pytest
 from jaxlib import _hlo
 
 from jax_ring.lowering.hlo import collectives, for_gpus, proto
-from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.hlo.proto import Message
 
 HEAD = """
 HloModule m, num_partitions=8

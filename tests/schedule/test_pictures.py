@@ -5,10 +5,8 @@ import sys
 
 import pytest
 from model import __main__ as command
-from model import draw, plots, topology, training
+from model import draw, plots, schedules, topology, training
 from tiers import full_but
-
-from jax_ring import schedule
 
 pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
 
@@ -32,7 +30,7 @@ def test_the_animation_has_all_steps(tmp_path):
 
 
 def test_the_animated_states_are_those_of_a_ring():
-    states = draw._states(draw.traced(schedule.ring, 4, 4), 4, 4)
+    states = draw._states(draw.traced(schedules.ring, 4, 4), 4, 4)
     assert len(states) == 7
     # Block 0 starts at rank 1, block 3 at rank 0.
     assert [states[step][step + 1][0] for step in range(3)] == [{1}, {1, 2}, {1, 2, 3}]
@@ -41,7 +39,11 @@ def test_the_animated_states_are_those_of_a_ring():
     assert complete == [[0] * 4, [0] * 4, [0] * 4, [1] * 4, [2] * 4, [3] * 4, [4] * 4]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("name", full_but(schedule.ALGORITHMS, ["ring"]))
+=======
+@pytest.mark.parametrize("name", schedules.ALGORITHMS)
+>>>>>>> public
 def test_diagrams(name, tmp_path, capsys):
     files = tmp_path / "1.svg", tmp_path / "2.svg"
     for file in files:

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import _jax
 
-from jax_ring.lowering.hlo import wire
-from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.hlo import proto
+from jax_ring.lowering.hlo.proto import Message
 
 
 def _step(mesh, specs, batch, num_layers=3, width=128):
@@ -117,11 +117,11 @@ def run_on_cpu(program: bytes, arguments: list[jax.Array]) -> list[np.ndarray]:
 
 def _manual(program: bytes) -> bytes:
     """The program with all arrays divided already, so that the partitioner leaves it as it is, and so does the hook."""
-    manual = wire.data(_SHARDING, Message([wire.integer(_TYPE, _MANUAL)]))
+    manual = proto.data(_SHARDING, Message([proto.integer(_TYPE, _MANUAL)]))
 
     def each(message: Message, number: int, change) -> Message:
         fields = [
-            wire.data(number, change(Message.parse(field[2]))) if field[0] == number else field
+            proto.data(number, change(Message.parse(field[2]))) if field[0] == number else field
             for field in message.fields
         ]
         return Message(fields)

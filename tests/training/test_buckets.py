@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import vma_fixture
 
 from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
-from jax_ring.distributed import agreement
+from jax_ring.distributed import discovery
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
@@ -244,15 +244,15 @@ def test_unbound_axis():
 def test_agreement(monkeypatch):
     values = {"k/1": b"a\nb\nc"}  # published by the other process
     monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (values.__setitem__, values.__getitem__))
-    agreement.compare("f", "a\nb\nc", "k", range(2))
+    discovery.compare("f", "a\nb\nc", "k", range(2))
     with pytest.raises(
         ValueError, match=r"process 0 \(here\) and process 1 \(there\) were given different data: 'x' here, 'b' there"
     ):
-        agreement.compare("f", "a\nx\nc", "k", range(2))
+        discovery.compare("f", "a\nx\nc", "k", range(2))
     with pytest.raises(ValueError, match="'d' here, 'nothing' there"):
-        agreement.compare("f", "a\nb\nc\nd", "k", range(2))
+        discovery.compare("f", "a\nb\nc\nd", "k", range(2))
     with pytest.raises(ValueError, match="process 2 did not reach this call within 60 s"):
-        agreement.compare("f", "a\nb\nc", "k", range(3))
+        discovery.compare("f", "a\nb\nc", "k", range(3))
 
 
 PROCESS = """

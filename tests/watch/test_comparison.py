@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from jax_ring.launcher.watching.comparison import Comparison, Verdict
 from jax_ring.launcher.watching.page import EXECUTIONS, PAGE_VARIABLE, RECENT, SIZE, STEPS, Notes, Page
+from jax_ring.launcher.watching.report import Comparison, Verdict
 
 pytestmark = pytest.mark.one_pair  # Python's own
 

@@ -14,7 +14,8 @@ import pytest
 from helpers import run_python
 
 import jax_ring
-from jax_ring.progress import notes, outputs
+from jax_ring.progress import notes
+from jax_ring.progress import watch as watching
 
 
 def completed_after(count, before):
@@ -166,15 +167,15 @@ def test_the_arrays_that_are_waited_for():
     donated, ready = jnp.zeros(2), jnp.zeros(3)
     donated.delete()
     for of_one_program in (False, True):
-        assert outputs.wait([3, donated, ready], of_one_program=of_one_program)
-        assert not outputs.wait([3, donated], of_one_program=of_one_program)
-        assert outputs.wait([3], of_one_program=of_one_program)
+        assert watching.wait_for([3, donated, ready], of_one_program=of_one_program)
+        assert not watching.wait_for([3, donated], of_one_program=of_one_program)
+        assert watching.wait_for([3], of_one_program=of_one_program)
 
 
 def test_large_outputs_are_not_kept(monkeypatch):
     """The thread may be many steps behind."""
     go_on = threading.Event()
-    monkeypatch.setattr(outputs, "wait", lambda leaves, **kwargs: go_on.wait())
+    monkeypatch.setattr(watching, "wait_for", lambda leaves, **kwargs: go_on.wait())
     step = jax_ring.watch(jax.jit(lambda x: (x + 1, x[0])))
     before, x = notes.page().read(), jnp.zeros(54_321)
     for _ in range(3):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from jax_ring.launcher.coordinator.server import without_proxy
-from jax_ring.launcher.failures import NO_RANK, Failure, from_status
+from jax_ring.launcher.events import NO_RANK, Failure, failure_of_status
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import state_of
 
@@ -59,7 +59,7 @@ class Service:
                 self._process.wait(_DYING_SECONDS)
         status = self._process.poll()
         name = f"the coordination service (pid {self._process.pid})"
-        return None if status is None else from_status(name, NO_RANK, status)
+        return None if status is None else failure_of_status(name, NO_RANK, status)
 
     def end(self) -> None:
         """Ends it; clients still connected abort."""

@@ -5,8 +5,7 @@ import signal
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.elastic_hosts.evidence import Evidence
-from jax_ring.launcher.elastic_hosts.groups import Group, Register
+from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Register
 from jax_ring.launcher.multi_host.links import Led, Link
 
 

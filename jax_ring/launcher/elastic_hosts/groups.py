@@ -1,15 +1,22 @@
-"""Which hosts may go on: what launchers have agreed on, and who is left of it. Without sockets or clocks.
+"""Which hosts may go on: what launchers have agreed on, who is left of it, and what is known of the others.
 
 A leader proposes a group with the next number to all its hosts, and starts it when all have accepted. Two groups that
 cannot reach each other never both start: both would need some of the hosts of the last group.
 """
 
+import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax_ring.launcher.elastic.members import num_members
 from jax_ring.launcher.environment import Plan
+from jax_ring.launcher.members import num_members
+
+# A launcher goes on without the other of two only if that one cannot have given it up before it ended. This is the part
+# of the time after which it would have, so that clocks may differ a little.
+_MARGIN = 0.8
 
 
 class Host(NamedTuple):
@@ -86,7 +93,7 @@ class Register:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those of which one is the last to have started."""
+        """Candidates for the group that started last."""
         return self.started, *self.accepted
 
     def next_number(self) -> int:
@@ -113,3 +120,72 @@ def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, multiple_of:
         if count:
             result.append(host._replace(processes=count))
     return tuple(result)
+
+
+# ---- Hosts that are lost ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Loss:
+    """A launcher whose connection has ended.
+
+    heard: when it was heard last. acknowledged: when this side sent the last sign of life that it is known to have got.
+    ended: by when it is known to have ended. at: the time of day.
+    """
+
+    heard: float
+    acknowledged: float = -math.inf
+    ended: float | None = None
+    at: str = dataclasses.field(default_factory=lambda: time.strftime("%H:%M:%S"))
+
+
+class Evidence:
+    """What a launcher knows of others that it has lost: whether they have ended, and since when they are silent.
+
+    silence: after so many seconds without a sign of life launchers give each other up.
+    """
+
+    def __init__(self, silence: float) -> None:
+        self._silence = silence
+        self._losses: dict[str, _Loss] = {}
+
+    def found(self, host: str) -> None:
+        self._losses.pop(host, None)
+
+    def lost(self, host: str, heard: float, acknowledged: float) -> None:
+        """A connection to it has ended. The numbers are those of `Link`."""
+        self._losses[host] = _Loss(heard, acknowledged)
+
+    def ended(self, host: str) -> None:
+        """Nobody listens at its address, or somebody else."""
+        loss = self._losses.setdefault(host, _Loss(time.monotonic()))
+        if loss.ended is None:
+            loss.ended = time.monotonic()
+
+    def is_accounted_for(self, host: str) -> bool:
+        """Whether there is no hope that it comes soon."""
+        loss = self._losses.get(host)
+        return loss is not None and (loss.ended is not None or time.monotonic() - loss.heard > self._silence)
+
+    def describe(self, host: str) -> str:
+        loss = self._losses.get(host)
+        if loss is None:
+            return "not heard of yet"
+        return f"{'ended' if loss.ended is not None else 'silent, or cannot be reached,'} since {loss.at}"
+
+    def gone(self, own: str, group: Group) -> list[str]:
+        """Who can no longer start a group of its own, of the two hosts of a group; see `Group.may_go_on`.
+
+        The first of the two starts one without the other only if that one has ended, or was silent for so long. So the
+        other may go on without the first if it has ended earlier than that.
+        """
+        if len(group.hosts) != 2 or own not in group.ids:
+            return []
+        (other,) = set(group.ids) - {own}
+        loss = self._losses.get(other)
+        if loss is None:
+            return []
+        if own == group.ids[0]:
+            return [other] if self.is_accounted_for(other) else []
+        is_known = loss.ended is not None and loss.ended < loss.acknowledged + _MARGIN * self._silence
+        return [other] if is_known else []

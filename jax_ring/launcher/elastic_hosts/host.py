@@ -9,9 +9,8 @@ from jax_ring.launcher import environment, events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.elastic_hosts import asking
 from jax_ring.launcher.elastic_hosts.asking import Answer, Found
-from jax_ring.launcher.elastic_hosts.evidence import Evidence
 from jax_ring.launcher.elastic_hosts.follower import Follower
-from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, at_the_beginning
+from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.elastic_hosts.leader import Leader
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.job import Job

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.elastic_hosts.evidence import Evidence
-from jax_ring.launcher.elastic_hosts.groups import Group, Host, Register, chosen
-from jax_ring.launcher.failures import NO_RANK, Failure
+from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Host, Register, chosen
+from jax_ring.launcher.events import NO_RANK, Failure
 from jax_ring.launcher.multi_host.links import Leads, Link
 from jax_ring.launcher.shared import Shared
 
@@ -142,7 +141,7 @@ class Leader(Leads):
         return self._register.may_go_on(present, gone | {self._own.id: own_gone})
 
     def hosts(self) -> tuple[Host, ...]:
-        """Those of the next group; none if they are fewer than MIN."""
+        """The hosts of the next group; none if they are fewer than MIN."""
         every = [(self._options.node_rank, self._own), *((g.node_rank, g.host) for g in self.guests.values())]
         every.sort(key=lambda each: self._options.nnodes if each[0] is None else each[0])
         min_processes, multiple_of = self._register.enlisted or (1, None)

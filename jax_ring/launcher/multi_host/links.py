@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax_ring.launcher import events
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.events import Failure
 from jax_ring.launcher.protocol import encode
 from jax_ring.launcher.shared import Remote
 

@@ -72,7 +72,7 @@ class Page:
 
     @classmethod
     def of_launcher(cls) -> "Page | None":
-        """That of this process; None without a launcher."""
+        """The page of this process; None without a launcher."""
         given, _, owner = os.environ.get(PAGE_VARIABLE, "").partition(":")
         if not given or owner not in ("", str(os.getpid())):  # of the parent of a forked process
             return None

@@ -11,8 +11,8 @@ from jax_ring.launcher import events
 from jax_ring.launcher.processes import Process, format_ranks
 from jax_ring.launcher.shared import Remote, Shared
 from jax_ring.launcher.watching import others, report
-from jax_ring.launcher.watching.comparison import Comparison, Verdict, seconds_between_looks
 from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
+from jax_ring.launcher.watching.report import Comparison, Verdict, seconds_between_looks
 
 # A process whose threads can run answers at once. Another one gets a signal, for which Python writes its stacks.
 _ANSWER_SECONDS = 2.0

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import jax
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat
 from jax_ring.lowering.call_spec import CallSpec
 from jax_ring.lowering.hierarchical import other_collectives
-from jax_ring.lowering.hlo import proto, wire
+from jax_ring.lowering.hlo import proto
 from jax_ring.lowering.hlo.collectives import Collective
-from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
-from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import for_xla
 from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.ops import aval_of
@@ -42,7 +42,9 @@ _steps_p.multiple_results = True
 _steps_p.def_abstract_eval(lambda *_, results, **params: list(results))
 
 
-def _lower_steps(ctx, *operands, call: CallSpec, program: str, site: str, results) -> Sequence:
+def _lower_steps(
+    ctx: mlir.LoweringRuleContext, *operands: ir.Value, call: CallSpec, program: str, site: str, results: tuple
+) -> Sequence:
     del results  # are in ctx
     state = state_of(ctx)
     state.program, state.site = program, site
@@ -70,7 +72,12 @@ def _flat(shape: Shape, num_blocks: int) -> Shape:
 
 
 def lowered(
-    call: CallSpec, shapes: tuple[list[Shape], list[Shape]], mesh, program: str, site: str, platform: str
+    call: CallSpec,
+    shapes: tuple[list[Shape], list[Shape]],
+    mesh: jax.sharding.Mesh,
+    program: str,
+    site: str,
+    platform: str,
 ) -> Message:
     """The HloModuleProto of a call's steps.
 
@@ -90,16 +97,17 @@ def lowered(
 
 
 class AcrossHosts(Unsupported):
-    """Its groups cross hosts; XLA's steps of a jax_ring call look the same."""
+    """The groups cross hosts. Also XLA's steps of a jax_ring call, so `JAX_RING_STRICT` does not forbid it."""
 
 
-class Stead(NamedTuple):
-    """What the computations replace.
+class ReplacedCollective(NamedTuple):
+    """The collective that a program's computations replace, and what they need in its program.
 
     Attributes:
-      instruction: the collective.
+      instruction: the HloInstructionProto.
       num_hosts: of each group.
-      channels, ids: unused ones, the same in all processes.
+      channels: unused channels, equal in all processes.
+      ids: unused ids of computations, equal in all processes.
       has_layouts: whether XLA's passes are over.
     """
 
@@ -110,7 +118,7 @@ class Stead(NamedTuple):
     has_layouts: bool
 
 
-def computations_of(program: Message, stead: Stead) -> list[Message]:
+def computations_of(program: Message, replaced: ReplacedCollective) -> list[Message]:
     """A program's computations for another one, callees first, entry last.
 
     One with several callers is repeated, as XLA flattens programs.
@@ -122,15 +130,15 @@ def computations_of(program: Message, stead: Stead) -> list[Message]:
     copies: list[Message] = []
 
     def copy(id_: int) -> int:
-        new_id = next(stead.ids)
-        copies.append(_Copied(by_id[id_], new_id, stead, copy).message())
+        new_id = next(replaced.ids)
+        copies.append(_ComputationCopy(by_id[id_], new_id, replaced, copy).message())
         return new_id
 
     copy(program.integer(_ENTRY))
     return copies
 
 
-class _Copied:
+class _ComputationCopy:
     """A computation with other ids, in which calls overwrite only what nothing else reads.
 
     Args:
@@ -138,8 +146,10 @@ class _Copied:
       copy: (a callee's id) to that of another copy.
     """
 
-    def __init__(self, computation: Message, new_id: int, stead: Stead, copy: Callable[[int], int]) -> None:
-        self._computation, self._id, self._stead = computation, new_id, stead
+    def __init__(
+        self, computation: Message, new_id: int, replaced: ReplacedCollective, copy: Callable[[int], int]
+    ) -> None:
+        self._computation, self._id, self._collective = computation, new_id, replaced
         self._by_id = {each.integer(proto.ID): each for each in computation.messages(proto.INSTRUCTIONS)}
         self._called = {id_: list(map(copy, each.integers(proto.CALLED))) for id_, each in self._by_id.items()}
         self._uses = Counter(operand for each in self._by_id.values() for operand in each.integers(proto.OPERANDS))
@@ -147,15 +157,15 @@ class _Copied:
         self._last = max(map(_local, self._by_id))
 
     def message(self) -> Message:
-        replaced = {proto.NAME, proto.INSTRUCTIONS, proto.COMPUTATION_ID, proto.ROOT}
+        own = {proto.NAME, proto.INSTRUCTIONS, proto.COMPUTATION_ID, proto.ROOT}
         instructions = [new for old in self._by_id.values() for new in self._written(old)]
         return Message(
             [
-                wire.data(proto.NAME, f"{self._computation.text(proto.NAME)}.{self._id}"),
-                *(wire.data(proto.INSTRUCTIONS, each) for each in instructions),
-                *self._computation.without(*replaced),
-                wire.integer(proto.COMPUTATION_ID, self._id),
-                wire.integer(proto.ROOT, self._new(self._computation.integer(proto.ROOT))),
+                proto.data(proto.NAME, f"{self._computation.text(proto.NAME)}.{self._id}"),
+                *(proto.data(proto.INSTRUCTIONS, each) for each in instructions),
+                *self._computation.without(*own),
+                proto.integer(proto.COMPUTATION_ID, self._id),
+                proto.integer(proto.ROOT, self._new(self._computation.integer(proto.ROOT))),
             ]
         )
 
@@ -168,7 +178,7 @@ class _Copied:
         if opcode in _REFUSED:
             raise AcrossHosts(f"between these hosts it would take a {opcode}")
         operands = instruction.integers(proto.OPERANDS)
-        if self._stead.has_layouts:
+        if self._collective.has_layouts:
             if opcode == "all-to-all":
                 yield from self._exchange(instruction)
                 return
@@ -187,23 +197,23 @@ class _Copied:
         """An all-to-all with a block as each operand and result."""
         whole = Shape(instruction.message(proto.SHAPE)).with_default_layout()
         size, *rest = whole.dimensions
-        block = whole.like([size // self._stead.num_hosts, *rest], whole.minor_to_major)
+        block = whole.like([size // self._collective.num_hosts, *rest], whole.minor_to_major)
         limits = [[(i, i + block.dimensions[0]), *((0, n) for n in rest)] for i in range(0, size, block.dimensions[0])]
 
-        def add(opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[wire.Field]) -> Message:
+        def add(opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[proto.Field]) -> Message:
             self._last += 1
-            made = Message([*fields, wire.data(proto.SHAPE, shape.message)])
+            made = Message([*fields, proto.data(proto.SHAPE, shape.message)])
             return self._rewritten(made, opcode, self._last, operands)
 
         sent = [add("slice", block, instruction.integers(proto.OPERANDS), slices(each)) for each in limits]
         exchange = instruction.without(proto.DIMENSIONS)
-        received = add("all-to-all", tuple_shape([block] * self._stead.num_hosts), _ids(sent), exchange)
+        received = add("all-to-all", tuple_shape([block] * self._collective.num_hosts), _ids(sent), exchange)
         parts = [
-            add("get-tuple-element", block, _ids([received]), [wire.integer(proto.TUPLE_INDEX, i)])
-            for i in range(self._stead.num_hosts)
+            add("get-tuple-element", block, _ids([received]), [proto.integer(proto.TUPLE_INDEX, i)])
+            for i in range(self._collective.num_hosts)
         ]
         yield from (*sent, received, *parts)
-        along = Message([wire.data(proto.SHAPE, whole.message), wire.packed(proto.DIMENSIONS, [0])])
+        along = Message([proto.data(proto.SHAPE, whole.message), proto.packed(proto.DIMENSIONS, [0])])
         yield self._rewritten(along, "concatenate", instruction.integer(proto.ID), _ids(parts))
 
     def _rewritten(self, instruction: Message, opcode: str, id_: int, operands: Sequence[int]) -> Message:
@@ -211,17 +221,17 @@ class _Copied:
         shape = Shape(instruction.message(proto.SHAPE)).with_default_layout()
         fields = [
             *instruction.without(*_REWRITTEN),
-            wire.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"),
-            wire.data(proto.OPCODE, opcode),
-            wire.data(proto.SHAPE, shape.message),
-            wire.data(proto.METADATA, self._stead.instruction.raw(proto.METADATA)),
-            wire.integer(proto.ID, self._new(id_)),
-            wire.packed(proto.OPERANDS, map(self._new, operands)),
-            wire.packed(proto.PREDECESSORS, map(self._new, instruction.integers(proto.PREDECESSORS))),
-            wire.packed(proto.CALLED, self._called.get(id_, ())),
+            proto.data(proto.NAME, f"{opcode}.{self._id}.{_local(id_)}"),
+            proto.data(proto.OPCODE, opcode),
+            proto.data(proto.SHAPE, shape.message),
+            proto.data(proto.METADATA, self._collective.instruction.raw(proto.METADATA)),
+            proto.integer(proto.ID, self._new(id_)),
+            proto.packed(proto.OPERANDS, map(self._new, operands)),
+            proto.packed(proto.PREDECESSORS, map(self._new, instruction.integers(proto.PREDECESSORS))),
+            proto.packed(proto.CALLED, self._called.get(id_, ())),
         ]
         if instruction.integer(proto.CHANNEL):
-            fields.append(wire.integer(proto.CHANNEL, next(self._stead.channels)))
+            fields.append(proto.integer(proto.CHANNEL, next(self._collective.channels)))
         return Message(fields)
 
     def _is_private(self, id_: int) -> bool:

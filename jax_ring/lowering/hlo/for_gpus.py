@@ -5,10 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from jax_ring.lowering.hlo import collectives, proto, wire
-from jax_ring.lowering.hlo.replica_groups import Unsupported, groups_of
+from jax_ring.lowering.hlo import collectives, proto
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape, tuple_shape
-from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.passes.combiner import COMBINE_THRESHOLD_BYTES, COMBINE_THRESHOLD_COUNT
 
 _LITERAL, _LITERAL_SHAPE = 8, 1  # of HloInstructionProto, and of LiteralProto
@@ -22,7 +21,7 @@ _SUMS = {"all-reduce", "reduce-scatter"}
 def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[int], str]) -> tuple[Message, set[int]]:
     """A computation with sums scattered and joined, and the collectives to run beside products.
 
-    reduction_of: as in `collectives.read`.
+    reduction_of: (a computation's id) to the opcode by which it combines two values; empty for others.
     """
     instructions = computation.messages(proto.INSTRUCTIONS)
     if not any(each.text(proto.OPCODE) in _PRODUCTS for each in instructions):
@@ -30,7 +29,7 @@ def prepared(computation: Message, num_partitions: int, reduction_of: Callable[[
     root = computation.integer(proto.ROOT)
     instructions = _in_order(_joined(_scattered(instructions, root, num_partitions), root, reduction_of))
     others = computation.without(proto.INSTRUCTIONS)
-    changed = Message([*others, *(wire.data(proto.INSTRUCTIONS, each) for each in instructions)])
+    changed = Message([*others, *(proto.data(proto.INSTRUCTIONS, each) for each in instructions)])
     return changed, _beside_products(instructions)
 
 
@@ -102,8 +101,8 @@ def _joined(instructions: Sequence[Message], root: int, reduction_of: Callable[[
             added.append(_one_of(bucket, next_id))
             for i, each in enumerate(bucket):
                 kept = each.only(proto.NAME, proto.SHAPE, proto.METADATA, proto.ID)
-                element = [wire.data(proto.OPCODE, "get-tuple-element"), wire.integer(proto.TUPLE_INDEX, i)]
-                replaced[each.integer(proto.ID)] = Message([*kept, *element, wire.packed(proto.OPERANDS, [next_id])])
+                element = [proto.data(proto.OPCODE, "get-tuple-element"), proto.integer(proto.TUPLE_INDEX, i)]
+                replaced[each.integer(proto.ID)] = Message([*kept, *element, proto.packed(proto.OPERANDS, [next_id])])
             next_id += 1
     return [*(replaced.get(each.integer(proto.ID), each) for each in instructions), *added]
 
@@ -134,11 +133,11 @@ def _one_of(bucket: Sequence[Message], id_: int) -> Message:
     kept = last.without(proto.NAME, proto.SHAPE, proto.ID, proto.OPERANDS)
     operands = [operand for each in bucket for operand in each.integers(proto.OPERANDS)]
     own = [
-        wire.data(proto.NAME, f"{last.text(proto.NAME)}.joined"),
-        wire.data(proto.SHAPE, shape.message),
-        wire.integer(proto.ID, id_),
+        proto.data(proto.NAME, f"{last.text(proto.NAME)}.joined"),
+        proto.data(proto.SHAPE, shape.message),
+        proto.integer(proto.ID, id_),
     ]
-    return Message([*kept, *own, wire.packed(proto.OPERANDS, operands)])
+    return Message([*kept, *own, proto.packed(proto.OPERANDS, operands)])
 
 
 def _in_order(instructions: Sequence[Message]) -> list[Message]:
@@ -176,7 +175,7 @@ def _scattered(instructions: Sequence[Message], root: int, num_partitions: int) 
         if dimension is not None:
             replaced[total_id] = None
             kept, own = total.without(proto.SHAPE, proto.ID), taken.only(proto.SHAPE, proto.ID)
-            scattered = [wire.data(proto.OPCODE, "reduce-scatter"), wire.packed(proto.DIMENSIONS, [dimension])]
+            scattered = [proto.data(proto.OPCODE, "reduce-scatter"), proto.packed(proto.DIMENSIONS, [dimension])]
             replaced[taken.integer(proto.ID)] = Message([*kept, *own, *scattered])
     found = (replaced.get(id_, each) for id_, each in by_id.items())
     return [each for each in found if each is not None]
@@ -188,7 +187,7 @@ def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Messag
     if whole.is_tuple:
         return None
     try:
-        groups = groups_of(total, num_partitions)
+        groups = collectives.groups_of(total, num_partitions)
     except Unsupported:
         return None
     cut = [i for i, size in enumerate(whole.dimensions) if size != block.dimensions[i]]

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import jax
+from jax.extend import core
 from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import assumed_hosts
+from jax_ring.distributed import discovery
 from jax_ring.lowering.custom_call.attributes import named
-from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite, wire
+from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite
 from jax_ring.lowering.hlo.program import Program
-from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape
-from jax_ring.lowering.hlo.wire import Message
 from jax_ring.lowering.override_state import Settings
 from jax_ring.lowering.passes import program_id
 from jax_ring.options import Order
@@ -62,14 +62,14 @@ def _note_devices(meshes: Sequence) -> str:
     devices = {device.id: device for mesh in absent for device in _compat.mesh_devices(mesh) or ()}
     if not devices:
         return ""
-    hosts = assumed_hosts.assumed()
+    hosts = discovery.assumed()
     processes = sorted((id_, device.process_index) for id_, device in devices.items())
     name = hashlib.sha256(repr((processes, hosts)).encode()).hexdigest()[:16]
     _elsewhere[name] = _Devices(devices, hosts)
     return name
 
 
-def mark(module: ir.Module, jaxpr, platform: str, meshes: Sequence, settings: Settings) -> None:
+def mark(module: ir.Module, jaxpr: core.ClosedJaxpr, platform: str, meshes: Sequence, settings: Settings) -> None:
     """Marks a program just lowered, if XLA divides it.
 
     meshes: of arguments and results.
@@ -152,11 +152,11 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         refuse(None, why)
         return None
     program = Program(module, named, platform, devices, cast(Order, order))
-    with assumed_hosts.assuming(known.hosts):
+    with discovery.assuming(known.hosts):
         changed = [_replaced(id_, program, refuse) for id_ in program.bodies]
     if changed == bodies:
         return None
-    computations = [wire.data(proto.COMPUTATIONS, each) for each in (*program.added, *changed)]
+    computations = [proto.data(proto.COMPUTATIONS, each) for each in (*program.added, *changed)]
     return Message([*module.without(proto.COMPUTATIONS), *computations]).to_bytes()
 
 

@@ -16,7 +16,7 @@ from jax_ring.lowering.custom_call import attributes, streams
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto
 from jax_ring.lowering.hlo.collectives import Collective
-from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.hlo.proto import Message
 from jax_ring.options import Order
 
 # Fields of HloModuleProto, and of the messages in it.
@@ -64,7 +64,7 @@ class Program:
 
     Attributes:
       computations: by id.
-      bodies: the same, serialized.
+      bodies: the computations by id, serialized.
       on_streams: ids of those that calls run on a stream of the user.
       added: computations with steps across hosts, or a call on another stream.
     """
@@ -90,7 +90,7 @@ class Program:
         self.added: list[Message] = []
 
     def reduction_of(self, id_: int) -> str:
-        """As in `collectives.read`."""
+        """The opcode by which a computation combines two values; empty if it does anything else."""
         return collectives.reduction_of(self.computations[id_])
 
     def add(self, make: Callable[[int], Message]) -> int:
@@ -134,10 +134,10 @@ class Program:
         """Adds a call's computations across hosts; returns the callee's id."""
         shapes = across_hosts.shapes_of(call)
         steps = across_hosts.lowered(spec, shapes, self._mesh, self._name, site, self._platform_name)
-        stead = across_hosts.Stead(
+        replaced = across_hosts.ReplacedCollective(
             call.instruction, spec.levels.num_hosts, self._channels, self._ids, self.platform.has_layouts
         )
-        self.added += across_hosts.computations_of(steps, stead)
+        self.added += across_hosts.computations_of(steps, replaced)
         return self.added[-1].integer(proto.COMPUTATION_ID)
 
     def _site_of(self, instruction: Message) -> str:

@@ -1,21 +1,30 @@
-"""Replaces a computation's collectives in HLO by calls to the engine."""
+"""Replaces a computation's collectives in HLO by calls to the engine, in place where XLA's passes leave that open."""
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from jax_ring import runtime
 from jax_ring.lowering.custom_call import streams
-from jax_ring.lowering.hlo import across_hosts, collectives, for_gpus, in_place, proto, wire
+from jax_ring.lowering.hlo import across_hosts, collectives, for_gpus, proto
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.program import EngineCall, Program
-from jax_ring.lowering.hlo.replica_groups import Unsupported
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import UINT32, Shape, array_shape, slices, tuple_shape
-from jax_ring.lowering.hlo.wire import Message
 
 _TYPED_FFI = 4  # a value of API_VERSION
 _PARAMETER_NUMBER = 9  # of HloInstructionProto
 # Fields of HloComputationProto, and of its ProgramShapeProto.
 _PROGRAM_SHAPE = 4
 _PROGRAM_OPERANDS, _PROGRAM_RESULT, _PROGRAM_NAMES = 1, 2, 3
+
+# _PRODUCERS write a buffer of their own. _READERS read their operands without passing the buffers on to the result. The
+# module comes after XLA has inserted its copies, so nothing would copy a shared buffer any more.
+_PRODUCERS = {
+    "broadcast", "concatenate", "convolution", "copy", "dot", "fusion", "iota", "pad", "reduce", "slice", "transpose",
+}  # fmt: skip
+_READERS = _PRODUCERS | {"convert", "compare", "reduce-window"}
+_IN_PLACE = (b"dynamic-update-slice", b"scatter")
 
 
 class Computation:
@@ -30,7 +39,7 @@ class Computation:
         self._by_id = {each.integer(proto.ID): each for each in message.messages(proto.INSTRUCTIONS)}
         self._next_id = max(self._by_id) + 1
         self._hidden: list[int] = []  # operands in front of the collective's
-        self._buffers = in_place.Buffers(self._by_id, message.integer(proto.ROOT), program.bodies.__getitem__)
+        self._buffers = _Buffers(self._by_id, message.integer(proto.ROOT), program.bodies.__getitem__)
         self._replaced = Message()  # the collective that is being replaced
         self._written: list[Message] = []  # what replaces it
 
@@ -63,7 +72,7 @@ class Computation:
             *others, last = self._written
             instructions += [*others, _in_place_of(self._replaced, last)]
         fields = self._message.without(proto.INSTRUCTIONS)
-        return Message([*fields, *(wire.data(proto.INSTRUCTIONS, each) for each in instructions)])
+        return Message([*fields, *(proto.data(proto.INSTRUCTIONS, each) for each in instructions)])
 
     def _read(self, instruction: Message) -> Collective:
         call = collectives.read(
@@ -100,7 +109,7 @@ class Computation:
         else:
             operands, results = across_hosts.shapes_of(call)
             ids = [self._reshape(*item) for item in zip(ids, operands, strict=True)]
-            made = self._add("call", _of_all(results), ids, [wire.packed(proto.CALLED, [by])])
+            made = self._add("call", _of_all(results), ids, [proto.packed(proto.CALLED, [by])])
         if is_joined:
             self._write_blocks(call, made, *results)
         elif results is not call.results:
@@ -113,19 +122,19 @@ class Computation:
         is_beside = self._replaced.integer(proto.ID) in self._beside
         targets = runtime.ASYNC_TARGETS if is_beside else runtime.TARGETS
         fields = [
-            wire.data(proto.TARGET, targets[call.kind.name]),
-            wire.data(proto.CONFIG, config),
-            wire.integer(proto.FEATURE_GROUPS, 1),
-            wire.integer(proto.CONSTRAIN_LAYOUT, 1),
-            *(wire.data(proto.OPERAND_SHAPES, each.message) for each in shapes),
-            wire.integer(proto.BATCH_GROUPS, 1),
-            wire.integer(proto.API_VERSION, _TYPED_FFI),
-            *in_place.fields(self._aliased(call), len(hidden), result.is_tuple),
+            proto.data(proto.TARGET, targets[call.kind.name]),
+            proto.data(proto.CONFIG, config),
+            proto.integer(proto.FEATURE_GROUPS, 1),
+            proto.integer(proto.CONSTRAIN_LAYOUT, 1),
+            *(proto.data(proto.OPERAND_SHAPES, each.message) for each in shapes),
+            proto.integer(proto.BATCH_GROUPS, 1),
+            proto.integer(proto.API_VERSION, _TYPED_FFI),
+            *_alias_fields(self._aliased(call), len(hidden), result.is_tuple),
         ]
         if not is_beside:
             return self._add("custom-call", result, ids, fields)
         function = self._program.add(lambda id_: _function(id_, self._replaced, shapes, result, fields))
-        made = self._add("call", result, ids, [wire.packed(proto.CALLED, [function]), *_ON_COLLECTIVE_STREAM])
+        made = self._add("call", result, ids, [proto.packed(proto.CALLED, [function]), *_ON_COLLECTIVE_STREAM])
         return self._add("opt-barrier", result, [made]) if result.is_tuple else made  # as in streams.py
 
     def _aliased(self, call: Collective) -> list[tuple[int, int]]:
@@ -140,7 +149,7 @@ class Computation:
         parts = [made]
         if len(shapes) > 1:
             parts = [
-                self._add("get-tuple-element", shape, [made], [wire.integer(proto.TUPLE_INDEX, i)])
+                self._add("get-tuple-element", shape, [made], [proto.integer(proto.TUPLE_INDEX, i)])
                 for i, shape in enumerate(shapes)
             ]
         results = [self._write_whole(part, x, call) for part, x in zip(parts, call.results, strict=True)]
@@ -153,7 +162,7 @@ class Computation:
         """Writes one array of all blocks of an all-to-all with an operand and a result per rank."""
         block = whole.like([1, whole.dimensions[1]], whole.minor_to_major)
         blocks = [self._reshape(each, block) for each in call.operand_ids]
-        return self._add("concatenate", whole, blocks, [wire.packed(proto.DIMENSIONS, [0])])
+        return self._add("concatenate", whole, blocks, [proto.packed(proto.DIMENSIONS, [0])])
 
     def _write_blocks(self, call: Collective, made: int, whole: Shape) -> None:
         """The inverse, for its results."""
@@ -185,9 +194,9 @@ class Computation:
         return self._reshape(id_, whole)
 
     def _transpose(self, id_: int, shape: Shape, order: Sequence[int]) -> int:
-        return self._add("transpose", shape, [id_], [wire.packed(proto.DIMENSIONS, order)])
+        return self._add("transpose", shape, [id_], [proto.packed(proto.DIMENSIONS, order)])
 
-    def _add(self, opcode: str, shape: Shape, operands: Sequence[int] = (), fields: Sequence[wire.Field] = ()) -> int:
+    def _add(self, opcode: str, shape: Shape, operands: Sequence[int] = (), fields: Sequence[proto.Field] = ()) -> int:
         """Writes an instruction for the replaced one; returns its id."""
         id_, self._next_id = self._next_id, self._next_id + 1
         of_whom = self._replaced.text(proto.NAME) or "jax_ring"
@@ -198,10 +207,10 @@ class Computation:
 
 
 def _instruction(
-    id_: int, name: str, opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[wire.Field]
+    id_: int, name: str, opcode: str, shape: Shape, operands: Sequence[int], fields: Sequence[proto.Field]
 ) -> Message:
-    made = [wire.data(proto.NAME, name), wire.data(proto.OPCODE, opcode), wire.data(proto.SHAPE, shape.message)]
-    return Message([*made, *fields, wire.integer(proto.ID, id_), wire.packed(proto.OPERANDS, operands)])
+    made = [proto.data(proto.NAME, name), proto.data(proto.OPCODE, opcode), proto.data(proto.SHAPE, shape.message)]
+    return Message([*made, *fields, proto.integer(proto.ID, id_), proto.packed(proto.OPERANDS, operands)])
 
 
 def _in_place_of(replaced: Message, made: Message) -> Message:
@@ -211,37 +220,121 @@ def _in_place_of(replaced: Message, made: Message) -> Message:
 
 
 # Attributes of a call that XLA's GPU compiler runs on another stream; see streams.py.
-_ON_COLLECTIVE_STREAM = [wire.data(proto.FRONTEND, Message(wire.mapping(1, streams.attributes_of(streams.COLLECTIVE))))]
+_ON_COLLECTIVE_STREAM = [
+    proto.data(proto.FRONTEND, Message(proto.mapping(1, streams.attributes_of(streams.COLLECTIVE))))
+]
 
 
 def _function(
-    id_: int, instruction: Message, operands: Sequence[Shape], result: Shape, fields: Sequence[wire.Field]
+    id_: int, instruction: Message, operands: Sequence[Shape], result: Shape, fields: Sequence[proto.Field]
 ) -> Message:
     """A computation of the custom call."""
     name, metadata = instruction.text(proto.NAME), instruction.only(proto.METADATA)
     names = [f"operand.{id_}.{i}" for i in range(len(operands))]
     first, root = id_ << 32, (id_ << 32) + len(operands)
     instructions = [
-        _instruction(first + i, names[i], "parameter", shape, (), [*metadata, wire.integer(_PARAMETER_NUMBER, i)])
+        _instruction(first + i, names[i], "parameter", shape, (), [*metadata, proto.integer(_PARAMETER_NUMBER, i)])
         for i, shape in enumerate(operands)
     ]
     instructions.append(
         _instruction(root, f"{name}.{id_}.call", "custom-call", result, range(first, root), [*metadata, *fields])
     )
     types = [
-        *(wire.data(_PROGRAM_OPERANDS, shape.message) for shape in operands),
-        wire.data(_PROGRAM_RESULT, result.message),
-        *(wire.data(_PROGRAM_NAMES, name) for name in names),
+        *(proto.data(_PROGRAM_OPERANDS, shape.message) for shape in operands),
+        proto.data(_PROGRAM_RESULT, result.message),
+        *(proto.data(_PROGRAM_NAMES, name) for name in names),
     ]
     return Message(
         [
-            wire.data(proto.NAME, f"{name}.{id_}.on_stream"),
-            *(wire.data(proto.INSTRUCTIONS, each) for each in instructions),
-            wire.data(_PROGRAM_SHAPE, Message(types)),
-            wire.integer(proto.COMPUTATION_ID, id_),
-            wire.integer(proto.ROOT, root),
+            proto.data(proto.NAME, f"{name}.{id_}.on_stream"),
+            *(proto.data(proto.INSTRUCTIONS, each) for each in instructions),
+            proto.data(_PROGRAM_SHAPE, Message(types)),
+            proto.integer(proto.COMPUTATION_ID, id_),
+            proto.integer(proto.ROOT, root),
         ]
     )
+
+
+# ---- In place --------------------------------------------------------------------------------------------------------
+
+
+def _alias_fields(aliased: Sequence[tuple[int, int]], num_hidden: int, of_tuple: bool) -> list[proto.Field]:
+    """A custom call's pairs of operand, behind hidden ones, and result in one buffer."""
+    made = []
+    for operand, result in aliased:
+        of_result = [proto.packed(proto.ALIAS_RESULT, [result])] if of_tuple else []
+        made.append(
+            proto.data(proto.ALIASES, Message([*of_result, proto.integer(proto.ALIAS_OPERAND, operand + num_hidden)]))
+        )
+    return made
+
+
+class _Buffers:
+    """The buffers of a computation.
+
+    Args:
+      instructions: by id.
+      root: the id of its result.
+      body_of: (a computation's id) to its message.
+    """
+
+    def __init__(self, instructions: dict[int, Message], root: int, body_of: Callable[[int], bytes]) -> None:
+        self._by_id, self._root, self._body_of = instructions, root, body_of
+
+    def is_computed(self, collective: Message, index: int, operand: int) -> bool:
+        """Whether an operand is no argument: others may be shared before XLA copies."""
+        while (instruction := self._by_id[operand]).text(proto.OPCODE) in ("bitcast", "reshape", "get-tuple-element"):
+            (operand,) = instruction.integers(proto.OPERANDS)
+        return instruction.text(proto.OPCODE) != "parameter"
+
+    def may_share(self, collective: Message, index: int, operand: int) -> bool:
+        """Whether nothing else has or reads an operand's buffer, for the result of this index."""
+        return self._is_private(operand) and self._is_read(collective, index)
+
+    @functools.cached_property
+    def _users(self) -> dict[int, list[Message]]:
+        users = defaultdict(list)
+        for instruction in self._by_id.values():
+            for operand in instruction.integers(proto.OPERANDS):
+                users[operand].append(instruction)
+        return users
+
+    def _is_private(self, id_: int) -> bool:
+        """Whether only the collective reads a value's buffer."""
+        while True:
+            instruction = self._by_id[id_]
+            if len(self._users[id_]) != 1 or id_ == self._root:
+                return False
+            if instruction.text(proto.OPCODE) != "bitcast":
+                return self._has_own_buffer(instruction, _PRODUCERS)
+            (id_,) = instruction.integers(proto.OPERANDS)
+
+    def _has_own_buffer(self, instruction: Message, opcodes: set[str]) -> bool:
+        if instruction.text(proto.OPCODE) not in opcodes or instruction.each(proto.ALIASES):
+            return False
+        bodies = [self._body_of(called) for called in instruction.integers(proto.CALLED)]
+        return not any(mark in body for body in bodies for mark in _IN_PLACE)
+
+    def _is_read(self, instruction: Message, index: int) -> bool:
+        """Whether a result is read only by instructions with buffers of their own."""
+        id_, of_tuple = instruction.integer(proto.ID), Shape(instruction.message(proto.SHAPE)).is_tuple
+        if id_ == self._root:
+            return False
+        users = [*self._users[id_]]
+        if of_tuple:
+            if any(user.text(proto.OPCODE) != "get-tuple-element" for user in users):
+                return False
+            elements = [user for user in users if user.integer(proto.TUPLE_INDEX) == index]
+            if any(each.integer(proto.ID) == self._root for each in elements):
+                return False
+            users = [user for each in elements for user in self._users[each.integer(proto.ID)]]
+        while users:
+            user = users.pop()
+            if user.text(proto.OPCODE) == "bitcast" and user.integer(proto.ID) != self._root:
+                users += self._users[user.integer(proto.ID)]
+            elif not self._has_own_buffer(user, _READERS):
+                return False
+        return True
 
 
 # ---- Shapes ---------------------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.lowering.hlo import wire
-from jax_ring.lowering.hlo.replica_groups import Unsupported, check_fields
-from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.hlo import proto
+from jax_ring.lowering.hlo.proto import Message, Unsupported
 
 # Fields of ShapeProto and LayoutProto.
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
@@ -54,6 +53,7 @@ class Shape:
 
     @property
     def arrays(self) -> "list[Shape]":
+        """The tuple's arrays, or this one."""
         return self.elements if self.is_tuple else [self]
 
     @property
@@ -71,9 +71,9 @@ class Shape:
         Raises:
           Unsupported: for other types or layouts.
         """
-        check_fields(self.message, {_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _IS_DYNAMIC}, "a shape")
+        self.message.check_fields({_ELEMENT_TYPE, _DIMENSIONS, _LAYOUT, _IS_DYNAMIC}, "a shape")
         layout = self.message.message(_LAYOUT)
-        check_fields(layout, {_MINOR_TO_MAJOR, _TAIL_ALIGNMENT}, "a layout")
+        layout.check_fields({_MINOR_TO_MAJOR, _TAIL_ALIGNMENT}, "a layout")
         if self.element_type not in _DTYPES:
             raise Unsupported(f"the engine has no element type {self.element_type} of XLA")
         if any(self.message.integers(_IS_DYNAMIC)) or min(self.dimensions, default=1) < 1:
@@ -82,10 +82,11 @@ class Shape:
             raise Unsupported("an array is padded, or has no layout")
 
     def like(self, dimensions: Sequence[int], minor_to_major: Sequence[int]) -> "Shape":
+        """An array of this element type, with other dimensions."""
         return array_shape(self.element_type, dimensions, minor_to_major)
 
     def with_default_layout(self) -> "Shape":
-        """The same with each array's last dimension fastest."""
+        """This shape with each array's last dimension fastest."""
         if self.is_tuple:
             return tuple_shape([element.with_default_layout() for element in self.elements])
         return self.like(self.dimensions, range(len(self.dimensions))[::-1])
@@ -96,22 +97,22 @@ class Shape:
 
 def array_shape(element_type: int, dimensions: Sequence[int] = (), minor_to_major: Sequence[int] = ()) -> Shape:
     """The shape of an array of XLA's element type."""
-    layout = Message([wire.packed(_MINOR_TO_MAJOR, minor_to_major), wire.integer(_TAIL_ALIGNMENT, 1)])
+    layout = Message([proto.packed(_MINOR_TO_MAJOR, minor_to_major), proto.integer(_TAIL_ALIGNMENT, 1)])
     fields = [
-        wire.integer(_ELEMENT_TYPE, element_type),
-        wire.packed(_DIMENSIONS, dimensions),
-        wire.data(_LAYOUT, layout),
-        wire.packed(_IS_DYNAMIC, [0] * len(dimensions)),
+        proto.integer(_ELEMENT_TYPE, element_type),
+        proto.packed(_DIMENSIONS, dimensions),
+        proto.data(_LAYOUT, layout),
+        proto.packed(_IS_DYNAMIC, [0] * len(dimensions)),
     ]
     return Shape(Message(fields))
 
 
 def tuple_shape(elements: Sequence[Shape]) -> Shape:
-    fields = [wire.data(_TUPLE, element.message) for element in elements]
-    return Shape(Message([wire.integer(_ELEMENT_TYPE, _TUPLE_TYPE), *fields]))
+    fields = [proto.data(_TUPLE, element.message) for element in elements]
+    return Shape(Message([proto.integer(_ELEMENT_TYPE, _TUPLE_TYPE), *fields]))
 
 
-def slices(limits: Sequence[tuple[int, int]]) -> list[wire.Field]:
+def slices(limits: Sequence[tuple[int, int]]) -> list[proto.Field]:
     """The fields of a slice, from the first to behind the last index of each dimension."""
     bounds = [{_SLICE_START: start, _SLICE_LIMIT: limit, _SLICE_STRIDE: 1} for start, limit in limits]
-    return [wire.data(_SLICES, Message([wire.integer(*item) for item in each.items()])) for each in bounds]
+    return [proto.data(_SLICES, Message([proto.integer(*item) for item in each.items()])) for each in bounds]

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ring.collectives import ring_pbroadcast
 from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_psum
-from jax_ring.collectives.rooted import ring_pbroadcast
 from jax_ring.options import array_or_none, integer
 from jax_ring.training.sentinel import check_callbacks, digest, failure, row_of_table
 

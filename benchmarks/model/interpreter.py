@@ -1,4 +1,4 @@
-"""Runs schedules on numpy arrays, and counts steps and bytes."""
+"""Runs schedules on numpy arrays: proves their orders, and counts steps and bytes."""
 
 import functools
 from collections import Counter, deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step
+from model.schedules import Chunk, Receive, Schedule, Send, Step
 
 
 @dataclass
@@ -67,7 +67,7 @@ def run(schedule: Schedule, inputs: Sequence[np.ndarray], fold: Callable = np.ad
         run(ring, letters).outputs[0]  # ['bcda', 'cdab', 'dabc', 'abcd']: the order of each block
 
     Args:
-      schedule: of `jax_ring.schedule.ALGORITHMS`, or alike.
+      schedule: of `schedules.ALGORITHMS`, or alike.
       inputs: operands, equal in shape and dtype.
       fold: combines two arrays. A fold that does not commute shows the order, such as concatenation.
 

@@ -1,6 +1,7 @@
 """Carries out an elastic job's membership: services, replacements, overdue processes."""
 
 import asyncio
+import collections
 import contextlib
 import functools
 import math
@@ -8,16 +9,18 @@ import signal
 from collections.abc import Callable, Sequence
 
 from jax_ring.launcher import events, protocol
+from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.elastic.members import Formation, Membership, Needs, Refusal
 from jax_ring.launcher.environment import reserved_address
-from jax_ring.launcher.failures import Failure
+from jax_ring.launcher.events import Failure
+from jax_ring.launcher.members import Formation, Membership, Needs, Refusal
 from jax_ring.launcher.processes import Process
-from jax_ring.launcher.shared import Shared
+from jax_ring.launcher.shared import Remote, Shared
 
 _TICK_SECONDS = 0.1
 # By then all members of a generation have connected to its service.
 _CONNECT_SECONDS = 30.0
+_LOOKS_AT_STOPPED = 10  # at a process until it counts as stopped
 
 
 class Elastic:
@@ -255,3 +258,46 @@ class Elastic:
         for number in formation.spares:
             member = protocol.Member(membership.generation, "", len(formation.members), -1)
             self._answers.pop(number)({"member": member})
+
+
+class Leaving:
+    """The processes of one attempt on this host, in a job whose hosts come and go: others start in their place."""
+
+    def __init__(self, server: ControlServer, remote: Remote, log: Callable[[str], None]) -> None:
+        self._server, self._remote, self._log = server, remote, log
+        self._left: set[int] = set()
+        self._is_change_pending = False
+
+    def enlisted(self, process: Process) -> None:
+        """Tells a process at once, if it is to leave."""
+        if self._is_change_pending:
+            self._tell(process)
+
+    def change_pending(self, is_pending: bool, running: Sequence[Process]) -> None:
+        """Has the processes leave at their next commit, or no longer."""
+        self._is_change_pending = is_pending
+        for process in running:
+            self._tell(process)
+
+    async def watch_stopped(self, running: Callable[[], Sequence[Process]], limit: float) -> None:
+        """Counts processes as having left that a signal has stopped for `limit` seconds. Runs until it is cancelled.
+
+        While processes start, nothing else tells those that wait for them before JAX's own limit of minutes.
+        """
+        looks: collections.Counter[int] = collections.Counter()
+        while True:
+            await asyncio.sleep(limit / _LOOKS_AT_STOPPED)
+            for process in running():
+                looks[process.number] = looks[process.number] + 1 if process.is_stopped() else 0
+                if looks[process.number] == _LOOKS_AT_STOPPED:
+                    self.left(process, f"has been stopped for {limit:g} s (--heartbeat-timeout)", running())
+
+    def left(self, process: Process, how: str, running: Sequence[Process]) -> None:
+        """A process has left, or does not go on. It has no answer, because it does not live to see it."""
+        self._log(f"{process.name} {how}")
+        self._left.add(process.number)
+        is_all = all(other.number in self._left for other in running)
+        self._remote.tell("left", [is_all, f"{process.name} {how}"])
+
+    def _tell(self, process: Process) -> None:
+        self._server.tell(process.number, {"change_pending": self._is_change_pending})

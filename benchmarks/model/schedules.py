@@ -1,12 +1,157 @@
-"""All-reduce schedules: pure functions from (ranks, elements, rank) to the rank's steps.
+"""All-reduce schedules as data: pure functions from (ranks, elements, rank) to the rank's steps.
 
-Parameters are keyword arguments; a rank out of range is a ValueError. Empty messages are not sent.
+A step receives, then sends. Parameters are keyword arguments; a rank out of range is a ValueError. Empty messages are
+not sent. `interpreter.run` runs a schedule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-from jax_ring.schedule.steps import Chunk, Receive, Schedule, Send, Step, Steps, blocks, check, relabel, without_empty
-from jax_ring.schedule.trees import Tree, double_binary_tree
+# ---- Steps ----------------------------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Elements [begin, end) of a message."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def moved(self, offset: int) -> "Chunk":
+        return Chunk(self.begin + offset, self.end + offset)
+
+
+class Receive(NamedTuple):
+    """Replaces a chunk by the fold of its values from `sources`, in this order.
+
+    The receiver among the sources stands for its own value: `(left, rank)` folds the value from the left with its own,
+    `(0, 1, 2, 3)` folds in rank order, and a single other source is a copy.
+    """
+
+    chunk: Chunk
+    sources: tuple[int, ...]
+
+
+class Send(NamedTuple):
+    """Sends the chunk's current value to a rank."""
+
+    chunk: Chunk
+    to: int
+
+
+class Step(NamedTuple):
+    """All receives at once, then all sends at once."""
+
+    receives: tuple[Receive, ...] = ()
+    sends: tuple[Send, ...] = ()
+
+
+Steps = list[Step]
+Schedule = Callable[[int, int, int], Steps]  # (ranks, elements, rank) -> the rank's steps
+
+
+@lru_cache(1024)  # the same for all ranks
+def blocks(whole: Chunk, count: int) -> tuple[Chunk, ...]:
+    """`count` chunks of equal size, the last ones shorter or empty."""
+    size = -(-whole.size // count)
+    bounds = [min(whole.begin + i * size, whole.end) for i in range(count + 1)]
+    return tuple(Chunk(*pair) for pair in pairwise(bounds))
+
+
+def check(num_ranks: int, num_elements: int, rank: int) -> None:
+    """Raises ValueError for a rank out of range or a negative number of elements."""
+    if num_ranks < 1 or not 0 <= rank < num_ranks:
+        raise ValueError(f"there must be at least one rank, and 0 <= rank < ranks; got rank {rank} of {num_ranks}")
+    if num_elements < 0:
+        raise ValueError(f"a message has 0 elements or more, got {num_elements}")
+
+
+def without_empty(steps: Steps) -> Steps:
+    """The steps without empty messages, which both ends drop."""
+    kept = (
+        Step(tuple(r for r in step.receives if r.chunk.size > 0), tuple(s for s in step.sends if s.chunk.size > 0))
+        for step in steps
+    )
+    return [step for step in kept if step != Step()]
+
+
+def relabel(steps: Steps, ranks: Sequence[int], begin: int) -> Steps:
+    """A group's steps within a larger one: its rank i is `ranks[i]`, its message begins at `begin`."""
+    return [
+        Step(
+            tuple(
+                r._replace(chunk=r.chunk.moved(begin), sources=tuple(ranks[source] for source in r.sources))
+                for r in step.receives
+            ),
+            tuple(Send(s.chunk.moved(begin), ranks[s.to]) for s in step.sends),
+        )
+        for step in steps
+    ]
+
+
+# ---- The trees of the double-tree all-reduce ------------------------------------------------------------------------
+
+
+class Node(NamedTuple):
+    """A rank in a tree: parent, children in rank order, depth from 0."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    depth: int
+
+
+Tree = list[Node]  # by rank
+
+
+def inorder_tree(num_ranks: int) -> Tree:
+    """The binary tree with in-order traversal in rank order, and the even ranks as leaves.
+
+    The root is 2^floor(log2 p) - 1, with a full left subtree and a smaller tree of the kind on the right. The height is
+    floor(log2 p).
+    """
+    tree = [Node(None, (), 0)] * num_ranks
+
+    def build(begin: int, end: int, parent: int | None, depth: int) -> tuple[int, ...]:
+        """Builds the tree of these ranks; returns its root, if there are any."""
+        if begin == end:
+            return ()
+        root = begin + (1 << ((end - begin).bit_length() - 1)) - 1
+        children = *build(begin, root, root, depth + 1), *build(root + 1, end, root, depth + 1)
+        tree[root] = Node(parent, children, depth)
+        return (root,)
+
+    build(0, num_ranks, None, 0)
+    return tree
+
+
+@cache  # the same for all ranks
+def double_binary_tree(num_ranks: int) -> tuple[Tree, Tree]:
+    """Two trees without a common inner node, so that each can carry half of a message.
+
+    The second mirrors the first, or, for an odd number of ranks, shifts it by one. Sanders, Speck and Träff, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35 (2009).
+    """
+    first = inorder_tree(num_ranks)
+    if num_ranks % 2 == 0:
+        rename = [num_ranks - 1 - i for i in range(num_ranks)]
+    else:
+        rename = [(i + 1) % num_ranks for i in range(num_ranks)]
+    second = list(first)
+    for i, node in enumerate(first):
+        second[rename[i]] = Node(
+            None if node.parent is None else rename[node.parent],
+            tuple(sorted(rename[child] for child in node.children)),
+            node.depth,
+        )
+    return first, second
+
+
+# ---- Algorithms -----------------------------------------------------------------------------------------------------
 
 
 def _hop(chunk: Chunk, hop: int, num_ranks: int, rank: int, first: int, last: int) -> Step:
@@ -188,11 +333,11 @@ def double_tree(num_ranks: int, num_elements: int, rank: int, *, pieces: int = 1
 def two_level(
     num_ranks: int, num_elements: int, rank: int, *, ranks_per_host: int = 8, between: Schedule = ring
 ) -> Steps:
-    """A ring reduce-scatter per host, an all-reduce of each shard between hosts, and a ring all-gather.
+    """A ring reduce-scatter per host, an all-reduce of each chunk between hosts, and a ring all-gather.
 
         run(functools.partial(two_level, ranks_per_host=2), [np.ones(8)] * 4).steps  # 4
 
-    The i-th ranks of hosts all-reduce shard i by `between`, all shards at once.
+    The i-th ranks of hosts all-reduce chunk i by `between`, all chunks at once.
 
     Raises:
       ValueError: if `ranks_per_host` does not divide the number of ranks.
@@ -203,10 +348,10 @@ def two_level(
     host, local = divmod(rank, ranks_per_host)
     neighbours = range(host * ranks_per_host, (host + 1) * ranks_per_host)
     counterparts = range(local, num_ranks, ranks_per_host)
-    shard = blocks(Chunk(0, num_elements), ranks_per_host)[local]
+    chunk = blocks(Chunk(0, num_elements), ranks_per_host)[local]
     return [
         *relabel(reduce_scatter(ranks_per_host, num_elements, local), neighbours, 0),
-        *relabel(between(len(counterparts), shard.size, host), counterparts, shard.begin),
+        *relabel(between(len(counterparts), chunk.size, host), counterparts, chunk.begin),
         *relabel(all_gather(ranks_per_host, num_elements, local), neighbours, 0),
     ]
 

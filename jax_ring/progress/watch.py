@@ -1,4 +1,4 @@
-"""`watch`: notes when each call of a function is begun, and when its results are there."""
+"""`watch`: notes when each call of a function is begun, and when its results are there; without it, each execution."""
 
 import functools
 import itertools
@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args, overload
 import jax
 
 from jax_ring import _compat
-from jax_ring.launcher.watching.page import STEPS
+from jax_ring.launcher.watching.page import EXECUTIONS, STEPS
 from jax_ring.options import check_choice
-from jax_ring.progress import answers, notes, outputs
+from jax_ring.progress import answers, notes
 
 OnStuck = Literal["report", "end"]
 _LEAVE_SECONDS = 1.0  # for programs that still run when the members of an elastic job change
@@ -142,7 +142,7 @@ def _complete() -> None:
             continue
         number, leaves, watched = entry
         # What has become of a step whose outputs were donated shows by the next.
-        is_known = outputs.wait(leaves, of_one_program=watched._is_one_program)
+        is_known = wait_for(leaves, of_one_program=watched._is_one_program)
         _open.pop(number, None)
         if is_known:
             last = max(last, number)
@@ -165,3 +165,72 @@ def _drop() -> None:
     is_idle = threading.Event()
     _started.put(is_idle)
     is_idle.wait(_LEAVE_SECONDS)
+
+
+def wait_for(leaves: list[Any], *, of_one_program: bool) -> bool:
+    """Waits until the arrays among these are ready or have failed. Returns False if it could wait for none of them.
+
+    Those that were donated before tell nothing.
+
+    of_one_program: whether all are ready at the same time.
+    """
+    left = (leaf for leaf in leaves if isinstance(leaf, jax.Array) and not leaf.is_deleted())
+    waited_for = list(itertools.islice(left, 1 if of_one_program else None))
+    try:
+        jax.block_until_ready(waited_for)  # at once: each wait of its own would need Python's lock again
+    except Exception:  # donated meanwhile, or failed, which raises at the caller as well
+        waited_for = [array for array in waited_for if not array.is_deleted()]
+    return bool(waited_for) or not any(isinstance(leaf, jax.Array) for leaf in leaves)
+
+
+# ---- Executions of a program that is not edited ----------------------------------------------------------------------
+
+_LOOK_SECONDS = 0.1
+
+_execution_numbers = itertools.count(1)
+_newest: list[tuple[int, Any]] = []  # the last execution and its outputs, until the thread takes them
+_end = threading.Event()
+
+
+def watch_executions() -> None:
+    """Begins to note the executions of this process: what `--watch` of the launcher sees of a program as it is.
+
+    JAX calls a hook after each launch of a jitted function at the top level, and before the first launch of each
+    program. A thread takes the newest outputs from time to time, and waits for them.
+    """
+    notes.page().begin(EXECUTIONS, 0.0, False, "an execution")
+    _compat.call_with_launches(_launch, _launched)
+    answers.start()
+    notes.start_thread("executions", _complete_executions, _end.set, _newest.clear)
+
+
+def _launch() -> int | None:
+    page = notes.page()
+    if not page.counts_executions or notes.is_child():
+        return None
+    number = next(_execution_numbers)
+    page.start(number, 0)
+    return number
+
+
+def _launched(number: int | None, results: Any) -> None:
+    if number is None:
+        number = _launch()
+    page = notes.page()
+    if number is not None and page.counts_executions:
+        page.returned(number)
+        # The caller may change what holds the arrays.
+        _newest[:] = [(number, jax.tree.leaves(results))]
+
+
+def _complete_executions() -> None:
+    page = notes.page()
+    while not _end.wait(_LOOK_SECONDS):
+        try:
+            number, leaves = _newest.pop()
+        except IndexError:  # none since, or dropped at this moment
+            continue
+        # Earlier ones are ready as well. If all are donated, a later execution tells.
+        if wait_for(leaves, of_one_program=True) and page.counts_executions:
+            page.complete(number)
+        del leaves
