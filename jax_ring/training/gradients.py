@@ -78,8 +78,8 @@ def value_and_grad(
       audit: with num_shards, k: in each k-th step another rank computes a shard again, and the step fails on all ranks
         if a bit of its value or gradients differs (docs/any_number_of_devices.md).
       step: with audit, the number of the step, an integer scalar, the same on all ranks.
-      **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
-        `sync_gradients`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
+      **options: `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for `sync_gradients`.
+        The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
         it is for one.
 
     Returns:

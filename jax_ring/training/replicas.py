@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
 from jax_ring.options import check_arrays, path_texts
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.implementations import implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
@@ -23,7 +23,7 @@ PARTS = 256
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
-def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
+def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0) -> T:
     """Sends rank `root`'s parameters to every rank of a mapped axis, bit for bit.
 
         params = jax_ring.broadcast_params(params, "data")  # under shard_map
@@ -31,20 +31,19 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Imp
     Args:
       params: a pytree of arrays of any dtype, random keys included.
       axis_name, root: as for `ring_broadcast`.
-      impl: "ring" or "lax". `jax.lax` has no broadcast, so "lax" gathers all copies and takes one.
 
     Returns:
       A pytree like `params`, invariant over the axis with vma tracking.
 
     Raises:
-      ValueError: if there is no rank `root`, or for another `impl`.
+      ValueError: if there is no rank `root`.
       Others: as `ring_broadcast`.
     """
     axes = axes_of(axis_name)
     check_named("broadcast_params", axes)
     root = check_root("broadcast_params", axes, root)
     check_arrays("broadcast_params", "params", params)
-    return implementation("broadcast_params", impl).broadcast(params, axis_name, root=root)
+    return implementation().broadcast(params, axis_name, root=root)
 
 
 def assert_replicated(tree: Any) -> None:

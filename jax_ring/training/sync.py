@@ -17,7 +17,7 @@ from jax_ring.distributed.agreement import check_agreement
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.parameters import is_float0
 from jax_ring.training.quantized import merge, partition, reduce_in_blocks
 from jax_ring.training.same_bits.fence import fence
@@ -29,11 +29,9 @@ T = TypeVar("T")  # a pytree: results keep the structure of the argument
 class ReductionOptions(TypedDict, total=False):
     """Keyword arguments for reducing gradients; see `sync_gradients`."""
 
-    impl: Impl
     bucket_bytes: int
     first_bucket_bytes: int
     wire: DTypeLike | None
-    wire_dtype: DTypeLike | None  # the same, by its first name
     key: jax.Array | None
     overlap: bool
     order: Order
@@ -56,7 +54,6 @@ class Reduction:
     """
 
     function: str
-    impl: Impl = "ring"
     order: Order = "rank"
     wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
@@ -79,23 +76,14 @@ class Reduction:
                 similar = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean {similar[0]!r}?" if similar else f"The options are {', '.join(known)}."
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")
-        wire, alias = options.get("wire"), options.get("wire_dtype")
-        if wire is not None and alias is not None:
-            raise TypeError(
-                f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
-            )
-        name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
-        others: Any = {name: value for name, value in options.items() if name not in ("wire", "wire_dtype", "key")}
-        return cls(function, wire=wire_of(function, name, dtype, options.get("key")), **others)
+        wire = wire_of(function, "wire", options.get("wire"), options.get("key"))
+        others: Any = {name: value for name, value in options.items() if name not in ("wire", "key")}
+        return cls(function, wire=wire, **others)
 
     def __post_init__(self):
-        implementation(self.function, self.impl, self.overlap)
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"{self.function}: overlap must be True or False, got {self.overlap!r}")
         check_choice(self.function, "order", self.order, ORDERS)
-        if self.order in ("tree", "ring") and self.impl == "lax":
-            raise ValueError(
-                f"{self.function}: order={self.order!r} needs impl='ring', because the order of the sums of impl='lax' "
-                "is XLA's"
-            )
         if self.order in ("tree", "ring") and isinstance(self.wire, Int8Wire):
             raise ValueError(
                 f"{self.function}: order={self.order!r} cannot have wire='int8', whose blocks are added in rank order"
@@ -155,7 +143,7 @@ class Reduction:
         (chosen, others), (chosen_residual, other_residual) = (pair or (None, None) for pair in trees)
         rest = replace(self, wire=UNCHANGED).reduce(others, axis_name, divisor, residual=other_residual, value=value)
         sums, errors = reduce_in_blocks(
-            self.function, wire, chosen, chosen_residual, axis_name, divisor, by_host=self.impl == "ring",
+            self.function, wire, chosen, chosen_residual, axis_name, divisor, by_host=not is_by_lax(),
             bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes,
         )  # fmt: skip
         new_residual = None if residual is None else merge(errors, rest.residual)
@@ -212,7 +200,7 @@ class Reduction:
 
     @property
     def _psum(self) -> Callable:
-        return implementation(self.function, self.impl, self.overlap, self.order).psum
+        return implementation(self.overlap, self.order).psum
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
         """Sums of leaves, with a psum per bucket of a tree of their results' types."""
@@ -255,9 +243,7 @@ def sync_gradients(
     axis_name: AxisName,
     *,
     mean: bool = True,
-    impl: Impl = "ring",
     wire: DTypeLike | None = None,
-    wire_dtype: DTypeLike | None = None,
     key: jax.Array | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
@@ -277,10 +263,8 @@ def sync_gradients(
         come back unchanged.
       axis_name: as for `ring_psum`.
       mean: whether to divide by the number of ranks or shards.
-      impl: "ring" for jax_ring's collectives, "lax" for `jax.lax`'s.
       wire: a floating-point dtype, to which wider floats and their sum are rounded; or "int8", for blocks of 256
         integers with a common scale. docs/compression.md has ranges, errors and bytes.
-      wire_dtype: the older name of `wire`.
       key: a random key, the same on all ranks and new in each step, for stochastic rounding with wire="int8". The
         default is to nearest, ties to even.
       bucket_bytes, first_bucket_bytes: as for `plan_buckets`, in the dtypes sent.
@@ -292,15 +276,14 @@ def sync_gradients(
 
     Raises:
       ValueError: with vma tracking, for a leaf that JAX has already summed; if processes' plans differ; for a `key`
-        with another wire, an order that `impl` or `wire` lacks, and a `wire` with more shards than ranks.
-      TypeError: if `wire` is neither "int8" nor a float with zero, sign and NaN, or is given by both names; if `key` is
-        no random key, or `overlap` no boolean.
+        with another wire, an order that `wire` lacks, and a `wire` with more shards than ranks.
+      TypeError: if `wire` is neither "int8" nor a float with zero, sign and NaN; if `key` is no random key, or
+        `overlap` no boolean.
       Others: as `ring_psum`.
     """
     options: ReductionOptions = {
-        "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
-        "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "overlap": overlap,
-        "order": order,
+        "wire": wire, "key": key, "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes,
+        "overlap": overlap, "order": order,
     }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
 
@@ -329,8 +312,7 @@ def sync_with_feedback(
       ValueError: if `residual` is no tree like the gradients.
       Others: as `sync_gradients`.
     """
-    if not {"wire", "wire_dtype"} & {*options}:
-        options["wire"] = jnp.bfloat16
+    options.setdefault("wire", jnp.bfloat16)
     own, like = _tree_and_shapes(residual), _tree_and_shapes(tree)
     if own != like:
         raise ValueError(

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.sentinel import CheckedState, check_counted, digests_every, next_step
 from jax_ring.training.zero.interface import ShardedOptimizer
 
 
-def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: Impl) -> ShardedOptimizer:
+def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int) -> ShardedOptimizer:
     """`optimizer`, with `check_replicas` in its first step and after every so many. Its state is a `CheckedState`.
 
     The table of the digests is summed in a call of its own: gradients are scattered, so that no rank gets all sums.
@@ -27,7 +27,7 @@ def checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int, impl: 
     def update(gradients, state, params):
         check_counted(name, state)
         own = digests_every(name, params, axis_name, every, state.step)
-        sums = implementation(name, impl).psum(own.table, axis_name)
+        sums = implementation().psum(own.table, axis_name)
         ok = own.verdict(sums)
         updates, inner = optimizer.update(gradients, state.inner, params)
         step, updates = next_step(state.step, fence(updates, sums), ok)

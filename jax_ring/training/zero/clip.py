@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_axis_name, check_named
-from jax_ring.options import Order, array_or_none, path_text, promoted
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.options import ORDERS, Order, array_or_none, check_choice, path_text, promoted
+from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
 from jax_ring.training.zero.given_norms import norm_here, order_here
-from jax_ring.training.zero.interface import check_order
 from jax_ring.training.zero.vectors import flat
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def clip_by_global_norm(
-    max_norm: float, axis_name: AxisName, *, impl: Impl = "ring", order: Order | None = None
+    max_norm: float, axis_name: AxisName, *, order: Order | None = None
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
@@ -37,7 +37,7 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest norm that is not clipped.
-      axis_name, impl: as for `sharded_optimizer`.
+      axis_name: as for `sharded_optimizer`.
       order: of the sum over the ranks, as for `sharded_optimizer`; by default the order of the sharded optimizer around
         it, or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks,
         so that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
@@ -48,15 +48,15 @@ def clip_by_global_norm(
 
     Raises:
       TypeError: if `max_norm` is not a real number.
-      ValueError: if it is negative or NaN; if `impl` or `order` is none of its choices, or if they contradict each
-        other; from `update`, if the sharded optimizer around it has another order than "tree" and this one has not, and
-        with vma tracking, if gradients are the same on all ranks.
+      ValueError: if it is negative or NaN; if `order` is none of its choices; from `update`, if this order is "tree"
+        and that of the sharded optimizer around it is not, and with vma tracking, if gradients are the same on all
+        ranks.
       NameError: from `update`, if an axis is not bound.
     """
     import optax
 
     check_axis_name("clip_by_global_norm", axis_name)
-    check_order("clip_by_global_norm", impl, "rank" if order is None else order)
+    check_choice("clip_by_global_norm", "order", order or "rank", ORDERS)
     _check_max_norm(max_norm)
 
     def update(updates, params):
@@ -64,13 +64,13 @@ def clip_by_global_norm(
         leaves = jax.tree.leaves(updates)
         chosen = order_here(order)
         if (given := norm_here()) is not None:
-            norm = given(leaves, axis_name, impl, chosen)
+            norm = given(leaves, axis_name, chosen)
         else:
             _check_cut(updates, axis_name)
             if chosen == "tree":
                 norm = jnp.sqrt(_sum_in_blocks(leaves, axis_name))
             else:
-                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, impl, chosen))
+                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, chosen))
 
         def clip(g):
             wide = g.astype(promoted(g.dtype, jnp.float32))
@@ -100,17 +100,14 @@ def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
 
 
-def sum_over_ranks(x: jax.Array, axis_name: AxisName, impl: Impl, order: Order) -> jax.Array:
+def sum_over_ranks(x: jax.Array, axis_name: AxisName, order: Order) -> jax.Array:
     """The sum of a scalar of each rank."""
-    if impl == "ring":
-        return ring_psum(x, axis_name, order=order)
-    return implementation("clip_by_global_norm", impl).psum(x, axis_name)
+    return lax.psum(x, axis_name) if is_by_lax() else ring_psum(x, axis_name, order=order)
 
 
 def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
     """The sum of the squares of leaves that are cut between blocks: for each along the tree of its blocks."""
-    gather = implementation("clip_by_global_norm", "ring").all_gather
-    sums = gather([block_sums(x) for x in leaves], axis_name)
+    sums = implementation().all_gather([block_sums(x) for x in leaves], axis_name)
     return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
 
 

@@ -10,24 +10,23 @@ from jax.extend.core import Primitive
 
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.options import Order, promoted, setting
-from jax_ring.training.implementations import Impl
 
-# (leaves, axis_name, impl, order) -> their norm.
-Norm = Callable[[list[jax.Array], AxisName, Impl, Order], jax.Array]
+# (leaves, axis_name, order) -> their norm.
+Norm = Callable[[list[jax.Array], AxisName, Order], jax.Array]
 
 # Stands for the norm over the ranks of `axes` in an update that is analyzed, or computed in parts.
 NORM = Primitive("norm")
-NORM.def_abstract_eval(lambda *leaves, axes, impl, order, dtype: jax.core.ShapedArray((), dtype))
+NORM.def_abstract_eval(lambda *leaves, axes, order, dtype: jax.core.ShapedArray((), dtype))
 
 _norm: ContextVar[Norm | None] = ContextVar("norm", default=None)
 _order: ContextVar[Order | None] = ContextVar("order", default=None)
 
 
-def as_equation(leaves: list[jax.Array], axis_name: AxisName, impl: Impl, order: Order) -> jax.Array:
+def as_equation(leaves: list[jax.Array], axis_name: AxisName, order: Order) -> jax.Array:
     """The norm as a `NORM`. What is traced with it cannot be computed."""
     # Of complex leaves: that of their absolute values.
     dtype = jnp.finfo(promoted(jnp.float32, *(x.dtype for x in leaves))).dtype
-    return NORM.bind(*leaves, axes=axes_of(axis_name), impl=impl, order=order, dtype=dtype)
+    return NORM.bind(*leaves, axes=axes_of(axis_name), order=order, dtype=dtype)
 
 
 def norm_given_by(norm: Norm) -> contextlib.AbstractContextManager[None]:

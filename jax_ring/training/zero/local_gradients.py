@@ -46,7 +46,7 @@ class Reduction(sync.Reduction):
 
     @property
     def collectives(self) -> Implementation:
-        return implementation(self.function, self.impl, self.overlap, self.order)
+        return implementation(self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
         """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.

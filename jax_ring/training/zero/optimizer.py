@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
-from jax_ring.options import Order, check_choice, integer
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.options import ORDERS, Order, check_choice, integer
 from jax_ring.training.sentinel import check_every
 from jax_ring.training.wire import UNCHANGED, Int8Wire, wire_of
 from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.checked import checked
 from jax_ring.training.zero.flat import flat_layout
-from jax_ring.training.zero.interface import ShardedOptimizer, Stage, check_order
+from jax_ring.training.zero.interface import ShardedOptimizer, Stage
 from jax_ring.training.zero.local_gradients import Reduction
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ def sharded_optimizer(
     axis_name: AxisName,
     *,
     stage: Stage = 2,
-    impl: Impl = "ring",
     layout: Layout = "flat",
     order: Order = "rank",
     overlap: bool = True,
@@ -66,7 +64,6 @@ def sharded_optimizer(
       stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
         all, as `sync_gradients` does. 3 divides the parameters: in the flat layout params are then a `ShardedParams`,
         or a tree of such, and so are gradients of a `sharded_layer`; with whole parameters a `ParameterShards`.
-      impl: "ring" or "lax", as for `sync_gradients`.
       layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
         multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
         "parameter": ranks own whole parameters, balanced by size, for masks, labels, LAMB, LARS, Adafactor and Muon.
@@ -89,19 +86,18 @@ def sharded_optimizer(
 
     Raises:
       TypeError: if `tx` has no `init` and `update`, or for a `wire` that `sync_gradients` refuses.
-      ValueError: if `stage`, `impl`, `layout` or `order` is none of its choices, if impl="lax" cannot follow the order,
-        if `order`, `layout` or `stage` cannot have `wire` or `param_wire`, if stage=3 has `check_replicas`, or a tree
-        without `num_shards`, if layout="parameter" has `num_shards`, if p does not divide V, or if `tx` cannot be
-        sharded like this: also from `init`, `update` and `specs`. From `update`, if gradients do not have the tree and
-        shapes of the parameters, or the state does not have those that `init` makes; for a `ShardSums` without
-        order="tree"; and with vma tracking, if gradients are already the same on all ranks.
+      ValueError: if `stage`, `layout` or `order` is none of its choices, if `order`, `layout` or `stage` cannot have
+        `wire` or `param_wire`, if stage=3 has `check_replicas`, or a tree without `num_shards`, if layout="parameter"
+        has `num_shards`, if p does not divide V, or if `tx` cannot be sharded like this: also from `init`, `update` and
+        `specs`. From `update`, if gradients do not have the tree and shapes of the parameters, or the state does not
+        have those that `init` makes; for a `ShardSums` without order="tree"; and with vma tracking, if gradients are
+        already the same on all ranks.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"sharded_optimizer: stage must be 1, 2 or 3, got {stage!r}")
     check_axis_name("sharded_optimizer", axis_name)
-    implementation("sharded_optimizer", impl, overlap)
     check_every("sharded_optimizer", check_replicas)
-    check_order("sharded_optimizer", impl, order)
+    check_choice("sharded_optimizer", "order", order, ORDERS)
     check_transformation("sharded_optimizer", tx)
     if "lookahead" in all_names(tx):
         raise ValueError(
@@ -114,11 +110,11 @@ def sharded_optimizer(
     wires = [wire_of("sharded_optimizer", "wire", wire), wire_of("sharded_optimizer", "param_wire", param_wire)]
     _check_wires(stage, layout, order, *wires)
     reduction = Reduction(
-        impl=impl, order=order, overlap=overlap, wire=wires[0],
+        order=order, overlap=overlap, wire=wires[0],
         axis_name=axis_name, num_shards=num_shards, param_wire=wires[1],
     )  # fmt: skip
     sharded = (flat_layout if layout == "flat" else parameter_layout)(tx, stage, reduction)
-    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas, impl)
+    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas)
 
 
 def _check_division(

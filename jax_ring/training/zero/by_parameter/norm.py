@@ -40,7 +40,7 @@ def norm_over_ranks(
         return sum_of_squares([jnp.zeros((), request.dtype), *values_of(rank)])
 
     own = on_each_rank(squares, plan, axis_name)
-    return jnp.sqrt(sum_over_ranks(own, axis_name, request.impl, request.order))
+    return jnp.sqrt(sum_over_ranks(own, axis_name, request.order))
 
 
 def _outputs(request: NormRequest, traced: TracedUpdate, owner: int | None) -> list[int]:

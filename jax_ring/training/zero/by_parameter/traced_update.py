@@ -16,7 +16,6 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order, path_texts
-from jax_ring.training.implementations import Impl
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.zero.analysis import slicing
@@ -37,7 +36,6 @@ class NormRequest(NamedTuple):
     """A norm that `zero.clip_by_global_norm` asks for, of which outputs of the traced update, and how to add."""
 
     leaves: range
-    impl: Impl
     order: Order
     dtype: Any
 
@@ -220,7 +218,7 @@ def _with_norms_apart(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, tuple
     outputs, requests = [*jaxpr.outvars], []
     for eqn in norms:
         leaves = range(len(outputs), len(outputs) + len(eqn.invars))
-        requests.append(NormRequest(leaves, eqn.params["impl"], eqn.params["order"], eqn.params["dtype"]))
+        requests.append(NormRequest(leaves, eqn.params["order"], eqn.params["dtype"]))
         outputs += eqn.invars
     rest = [eqn for eqn in jaxpr.eqns if eqn.primitive is not NORM]
     jaxpr = jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *(eqn.outvars[0] for eqn in norms)], outvars=outputs)
