@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_ring import runtime
-from jax_ring.launcher import foreign_errors
+from jax_ring import foreign_errors, runtime
 
 
 class Leave(BaseException):

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.launcher import foreign_errors
 from jax_ring.options import integer, path_text, path_texts
 
 Stage = Literal[1, 2, 3]

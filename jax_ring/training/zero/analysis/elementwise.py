@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
-from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order
 from jax_ring.training.zero.analysis.cuts import SIZE, Cut
 from jax_ring.training.zero.analysis.expressions import Expressions

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of
-from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order, path_texts
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.same_bits.rounding import each_rounded
