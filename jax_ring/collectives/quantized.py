@@ -90,7 +90,7 @@ def _on_one_level(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl):
 
 
 def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: Levels):
-    """The same between the ranks that own one shard of their hosts' sums.
+    """The sum between the ranks that own one chunk of their hosts' sums.
 
     axes: of the whole mesh: ranks are the mesh positions of `levels`.
     """

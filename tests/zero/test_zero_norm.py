@@ -9,7 +9,7 @@ from helpers import SHARDED, assert_same_bits, assert_same_trees, make_mesh, sha
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import zero
-from jax_ring.training.zero.block_sums import BLOCK
+from jax_ring.training.zero.clip import TILE
 
 RANKS = 2
 
@@ -81,17 +81,17 @@ def test_outside_of_the_axis():
 
 
 def test_a_norm_in_blocks_does_not_depend_on_the_cuts():
-    x = np.random.default_rng(0).standard_normal(48 * BLOCK).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal(48 * TILE).astype(np.float32)
     x[-5000:] = 0  # as the end of a vector is that ranks fill up with zeros
 
     def clipped_on(ranks, x):
         tx = zero.clip_by_global_norm(1.0, "i", order="tree")
         return sharded(lambda g: tx.update(g, None)[0], mesh=make_mesh((ranks,)))(x)
 
-    whole = clipped_on(1, x[: 44 * BLOCK])
+    whole = clipped_on(1, x[: 44 * TILE])
     for ranks in (2, 8):
-        assert_same_bits(np.asarray(clipped_on(ranks, x))[: 44 * BLOCK], np.asarray(whole))
-    np.testing.assert_allclose(whole, x[: 44 * BLOCK] / np.linalg.norm(x.astype(np.float64)), rtol=1e-6)
+        assert_same_bits(np.asarray(clipped_on(ranks, x))[: 44 * TILE], np.asarray(whole))
+    np.testing.assert_allclose(whole, x[: 44 * TILE] / np.linalg.norm(x.astype(np.float64)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16", "float32"])

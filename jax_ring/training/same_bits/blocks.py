@@ -20,9 +20,9 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
 from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
-from jax_ring.training.parameters import floats, is_inexact, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
+from jax_ring.training.trees import floats, is_inexact, with_float0
 
 
 def block_sum(

@@ -1,21 +1,27 @@
-"""ZeRO: an optimizer that is sharded over the data-parallel ranks."""
+"""ZeRO: an optimizer that is sharded over the data-parallel ranks, and one with its bits that is not."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
 from jax_ring.options import ORDERS, Order, check_choice, integer
-from jax_ring.training.sentinel import check_every
+from jax_ring.training.implementations import implementation
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rounding import each_rounded
+from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, next_step
 from jax_ring.training.wire import UNCHANGED, Int8Wire, wire_of
-from jax_ring.training.zero.analysis.optax_parts import all_names, check_transformation
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
-from jax_ring.training.zero.checked import checked
+from jax_ring.training.zero.clip import norm_given_by, norm_of_whole, order_given
 from jax_ring.training.zero.flat import flat_layout
 from jax_ring.training.zero.interface import ShardedOptimizer, Stage
-from jax_ring.training.zero.local_gradients import Reduction
+from jax_ring.training.zero.reduction import Reduction
+from jax_ring.training.zero.traced import all_names, check_transformation
 
 if TYPE_CHECKING:
     import optax
@@ -79,7 +85,7 @@ def sharded_optimizer(
       wire: how gradients are sent, as for `sync_gradients`, to the nearest; not with order="tree". In stages 2 and 3
         int8 blocks are rounded once, by the rank that sends them.
       param_wire: the same for parameters that `gather` brings together, with stage=3, in all orders; with order="tree"
-        int8 needs the flat layout. Those at rest are not rounded.
+        int8 needs the flat layout. Parameters at rest are not rounded.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -114,7 +120,7 @@ def sharded_optimizer(
         axis_name=axis_name, num_shards=num_shards, param_wire=wires[1],
     )  # fmt: skip
     sharded = (flat_layout if layout == "flat" else parameter_layout)(tx, stage, reduction)
-    return sharded if check_replicas is None else checked(sharded, axis_name, check_replicas)
+    return sharded if check_replicas is None else _checked(sharded, axis_name, check_replicas)
 
 
 def _check_division(
@@ -162,3 +168,70 @@ def _check_wires(stage: Stage, layout: Layout, order: Order, wire: Any, param_wi
             "sharded_optimizer: param_wire='int8' with layout='parameter' has other blocks on another number of ranks, "
             "so order='tree' could not keep its promise. Pass a float, such as jnp.bfloat16, or layout='flat'."
         )
+
+
+def _checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int) -> ShardedOptimizer:
+    """`optimizer`, with `check_replicas` in its first step and after every so many. Its state is a `CheckedState`.
+
+    The table of the digests is summed in a call of its own: gradients are scattered, so that no rank gets all sums.
+    """
+    name = "sharded_optimizer"
+
+    def init(params):
+        return CheckedState(jnp.zeros((), jnp.int32), optimizer.init(params))
+
+    def update(gradients, state, params):
+        check_counted(name, state)
+        own = digests_every(name, params, axis_name, every, state.step)
+        sums = implementation().psum(own.table, axis_name)
+        ok = own.verdict(sums)
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        step, updates = next_step(state.step, fence(updates, sums), ok)
+        return updates, CheckedState(step, inner)
+
+    def specs(params):
+        return CheckedState(PartitionSpec(), optimizer.specs(params))
+
+    def repartition(state: Any, params: Any, num_ranks: int):
+        check_counted(name, state)
+        return CheckedState(state.step, optimizer.repartition(state.inner, params, num_ranks))
+
+    def unsharded(state: Any, params: Any):
+        check_counted(name, state)
+        return optimizer.unsharded(state.inner, params)
+
+    return ShardedOptimizer(init, update, specs, repartition, unsharded, optimizer.shares)
+
+
+def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` for replicated parameters, with the bits that `sharded_optimizer(tx, ..., order="tree")` gives.
+
+        optimizer = zero.replicated_optimizer(optax.adamw(1e-3))
+        value, grads = value_and_grad(loss, "data", num_shards=24)(params, x, y)      # under shard_map
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    A training with it can go on with stage 1, 2 or 3 in the flat layout, and has the same parameters and the same
+    state, `unsharded`, on any number of ranks. A plain optax update has other last bits (docs/zero.md). Derivatives
+    through an update are those of `tx`, without that promise.
+
+    Args:
+      tx: an elementwise optax `GradientTransformation`, as for `sharded_optimizer`. `zero.clip_by_global_norm` within
+        it takes the norm of what each rank has.
+
+    Returns:
+      An optax `GradientTransformation` with the state of `tx`. It works on one device as well, without any mesh.
+
+    Raises:
+      TypeError: if `tx` has no `init` and `update`.
+    """
+    import optax
+
+    check_transformation("replicated_optimizer", tx)
+
+    def update(updates: Any, state: Any, params: Any = None):
+        like = updates if params is None else params
+        with order_given("tree"), norm_given_by(partial(norm_of_whole, like)):
+            return each_rounded(tx.update, updates, state, params)
+
+    return optax.GradientTransformation(tx.init, update)

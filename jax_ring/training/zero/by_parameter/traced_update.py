@@ -17,9 +17,9 @@ from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.options import Order, path_texts
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.same_bits.rounding import each_rounded
-from jax_ring.training.zero.analysis import slicing
-from jax_ring.training.zero.analysis.data_flow import dependences, place_of
-from jax_ring.training.zero.given_norms import NORM, as_equation, norm_given_by
+from jax_ring.training.zero.by_parameter import slicing
+from jax_ring.training.zero.clip import NORM, as_equation, norm_given_by
+from jax_ring.training.zero.data_flow import dependences, place_of
 from jax_ring.training.zero.interface import refuse_further_arguments
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TracedUpdate:
     scalars: core.ClosedJaxpr | None = None
 
     def with_scalars_apart(self) -> TracedUpdate:
-        """The same, with inputs for shared scalars, such as a learning rate.
+        """This update, with inputs for shared scalars, such as a learning rate.
 
         Compiled within an update, they might be part of its loops, depending on the rank's other parameters, and so on
         the number of ranks.

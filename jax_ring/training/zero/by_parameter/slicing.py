@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.training.same_bits.evaluation import called
-from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE
+from jax_ring.training.zero.data_flow import ELEMENTWISE
 
 
 class NotElementwise(Exception):
