@@ -187,7 +187,6 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
 
     f: (block, inputs, closed_over) -> (what stays, what is added). What is closed over has none.
     """
-    found: dict[str, Any] = {}
 
     def applied(blocks, inputs, closed_over):
         return where.summed(lambda block, inputs: f(block, inputs, closed_over), blocks, inputs)
@@ -196,16 +195,24 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
         both = block, inputs
         return jax.vjp(lambda xs: f(*_with_floats(both, xs), closed_over), floats(both))
 
+    def form_of_pullback(*arguments):
+        """A pullback's structure, and by leaf its place among the leaves of the arguments, None for others.
+
+        Forward and backward pass trace for it, apart, and so agree. The structure is no residual: it has a jaxpr, and
+        JAX wants residuals of equal structures where it traces a forward pass twice.
+        """
+        closed, types = jax.make_jaxpr(lambda *args: pullback_of(*args)[1], return_shape=True)(*arguments)
+        place_of = {id(x): i for i, x in enumerate(closed.jaxpr.invars)}
+        return jax.tree.structure(types), [place_of.get(id(x)) for x in closed.jaxpr.outvars]
+
     def forward(blocks, inputs, closed_over):
         if remat:
             return call(blocks, inputs, closed_over), (blocks, inputs, closed_over)
 
         def with_residuals(block, inputs, closed_over):
             (own, summed), pullback = pullback_of(block, inputs, closed_over)
-            known = {id(x): i for i, x in enumerate(jax.tree.leaves((block, inputs)))}
-            leaves, structure = jax.tree.flatten(pullback)
-            found["pullback"] = structure, [known.get(id(x)) for x in leaves]
-            return (own, [x for x in leaves if id(x) not in known]), summed
+            _, places = form_of_pullback(block, inputs, closed_over)
+            return (own, [x for x, i in zip(jax.tree.leaves(pullback), places, strict=True) if i is None]), summed
 
         (own, kept), sums = _differentiable(where, with_residuals, blocks, inputs, closed_over, True)
         return (own, sums), (blocks, inputs, closed_over, kept)
@@ -219,8 +226,8 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
             if remat:
                 _, pullback = pullback_of(block, inputs, closed_over)
             else:
-                structure, places = found["pullback"]
-                known, rest = jax.tree.leaves((block, inputs)), iter(kept[0])
+                structure, places = form_of_pullback(block, inputs, closed_over)
+                known, rest = jax.tree.leaves((block, inputs, closed_over)), iter(kept[0])
                 pullback = jax.tree.unflatten(structure, [next(rest) if i is None else known[i] for i in places])
             (of_floats,) = pullback((of_own, of_sums))
             count = len(floats(block))
