@@ -139,7 +139,7 @@ def _keys(key_data: tuple, key_impl) -> tuple:
 
 
 def _in_packets(groups: Groups) -> Crossing:
-    """How the sum crosses hosts in parts: as packets, added by the ranks that own a part.
+    """How the sum crosses hosts in parts: in packets, added by the ranks that own a part.
 
     groups: ranks with the same shard on different hosts.
     """

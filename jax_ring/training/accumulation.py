@@ -30,7 +30,7 @@ def accumulate_gradients(
       fun: a function of parameters and data, a mean over the data. Its communication is repeated for every micro-batch.
       num_microbatches: of equal size.
       in_axes: the split dimension of arguments after the first: an integer for all, or a tuple with an entry for each:
-        an integer, None for an argument passed whole, or a pytree prefix of these, as in `jax.vmap`. The dimension
+        an integer, None for an argument passed whole, or a pytree prefix of these. The dimension
         stays. Keyword arguments are passed whole. A random key passed whole draws the same numbers each time; a batch
         of keys can be split.
       has_aux: whether `fun` returns a pair, whose second part is stacked over micro-batches and has no derivative.

@@ -30,14 +30,15 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0) -> T:
 
     Args:
       params: a pytree of arrays of any dtype, random keys included.
-      axis_name, root: as for `ring_broadcast`.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      root: the rank that sends, an integer. With several axes ranks are counted in row-major order.
 
     Returns:
       A pytree like `params`, invariant over the axis with vma tracking.
 
     Raises:
       ValueError: if there is no rank `root`.
-      Others: as `ring_broadcast`.
+      NameError, TypeError, jax.errors.JaxRuntimeError: where `ring_broadcast` raises them.
     """
     axes = axes_of(axis_name)
     check_named("broadcast_params", axes)

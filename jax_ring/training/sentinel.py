@@ -252,7 +252,7 @@ def after(tree: T, ok: jax.Array) -> T:
 
 
 def next_step(step: jax.Array, tree: T, ok: jax.Array) -> tuple[jax.Array, T]:
-    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, as in `after`."""
+    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, the zero of a verdict."""
     return (step + 1, after(tree, ok)) if _compat.varying_axes(ok) else (step + 1 + ok, tree)
 
 
@@ -297,7 +297,7 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True) -> T:
 
     Args:
       tree: a pytree of arrays of any dtype, random keys among them, which should be the same on all ranks.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       when: whether to compare, a boolean scalar, the same on all ranks.
 
     Returns:
@@ -309,7 +309,7 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True) -> T:
       ValueError: if the tree has no arrays, or shards of ZeRO.
       NotImplementedError: in a `shard_map` that leaves axes to the compiler.
       TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
-      NameError: as `ring_psum`.
+      NameError: if no enclosing transformation binds the axis.
     """
     check_when("check_replicas", "when", when)
     check_arrays("check_replicas", "tree", tree)

@@ -28,12 +28,12 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName) -> T:
     Args:
       x: an array, or a pytree of arrays. Integers and booleans have float means; floats keep their dtype.
       weight: a real scalar, or an array that broadcasts to those of `x`; not negative. Zeros on all ranks give NaN.
-      axis_name: as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
 
     Raises:
       ValueError: for a constant `weight` of zero or less, or one of a larger shape than `x`.
       TypeError: for a `weight` that is no real number.
-      Others: as `ring_psum`.
+      NameError, ValueError, jax.errors.JaxRuntimeError: where `ring_psum` raises them.
     """
     check_named("weighted_pmean", axes_of(axis_name))
     psum = implementation().psum

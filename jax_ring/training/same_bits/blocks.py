@@ -39,7 +39,7 @@ def block_sum(
     Args:
       f: a function of a block and the inputs, to a pytree of arrays. It may ask for `block_index()`, may not
         communicate over the axis, and gets traced arrays of floats as arguments, not by closure.
-      axis_name: as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       num_blocks: B, of all ranks together. Take one that all numbers of ranks of your meshes divide.
       remat: whether the backward pass computes all of `f` again. If not, the results of its matrix products and
         convolutions are kept per block: more memory, and less time where blocks are large. Bits of gradients may
@@ -81,13 +81,18 @@ def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[An
     For a softmax over a divided vocabulary: subtract the maximum, and take block_sum of the exponentials.
 
     Args:
-      f, axis_name: as for `block_sum`.
+      f: a function of a block and the inputs, to a pytree of arrays. It may ask for `block_index()`, and may not
+        communicate over the axis.
+      axis_name: the name of a mapped axis, or a sequence of names.
 
     Returns:
-      A function of (blocks, inputs), as `block_sum` does. Results are constants to differentiation.
+      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's blocks; inputs
+        and the maximum are the same on all ranks. Results are constants to differentiation.
 
     Raises:
-      As `block_sum`, but `f` may close over anything.
+      ValueError: if a leaf has another number of blocks, an input varies over the axis, or `f` communicates over it.
+      TypeError: if `f` returns anything but arrays of numbers.
+      NameError: if the axis is not bound.
     """
     check_function("block_max", "f", f)
     check_axis_name("block_max", axis_name)

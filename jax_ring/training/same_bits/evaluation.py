@@ -56,8 +56,8 @@ class Known(dict[tuple, tuple[list, Sequence]]):
 def evaluate(closed: Any, operands: Sequence, known: Known | None = None) -> list:
     """A ClosedJaxpr's results.
 
-    As `jax.core.eval_jaxpr`, but equal equations are bound once, broadcasts and powers are equations of their own, and
-    calls are inlined.
+    Unlike in `jax.core.eval_jaxpr`, equal equations are bound once, broadcasts and powers are equations of their own,
+    and calls are inlined.
 
     known: results of equations so far, where this is part of another jaxpr.
     """

@@ -123,11 +123,11 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest norm that is not clipped.
-      axis_name: as for `sharded_optimizer`.
-      order: of the sum over the ranks, as for `sharded_optimizer`; by default the order of the sharded optimizer around
-        it, or "rank". With "tree" squares are added in tiles of 1024 elements and then along a fixed tree of tiles,
-        so that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
-        those of a `sharded_optimizer` with order="tree" do.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      order: of the sum over the ranks: "rank", "ring", "any" or "tree" (`ring_psum` says what they are); by default the
+        order of the sharded optimizer around it, or "rank". With "tree" squares are added in tiles of 1024 elements and
+        then along a fixed tree of tiles, so that the norm does not depend on the number of ranks. Parts must then begin
+        at multiples of 1024 elements, as those of a `sharded_optimizer` with order="tree" do.
 
     Returns:
       An optax `GradientTransformation`.

@@ -66,7 +66,7 @@ def sharded_optimizer(
 
     Args:
       tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one, as its trace shows (docs/zero.md).
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
         all, as `sync_gradients` does. 3 divides the parameters: in the flat layout params are then a `ShardedParams`,
         or a tree of such, and so are gradients of a `sharded_layer`; with whole parameters a `ParameterShards`.
@@ -74,18 +74,19 @@ def sharded_optimizer(
         multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
         "parameter": ranks own whole parameters, balanced by size, for masks, labels, LAMB, LARS, Adafactor and Muon.
         The state is a `ParameterState`.
-      order: in which gradients are added, as for `ring_psum`. With "tree" they may be a `ShardSums`, as
-        `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit of parameters or state
-        depends on the number of ranks.
-      overlap: as for `sync_gradients`.
+      order: in which gradients are added: "rank", "ring", "any" or "tree" (`ring_psum` says what they are). With "tree"
+        they may be a `ShardSums`, as `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit
+        of parameters or state depends on the number of ranks.
+      overlap: whether GPUs run the collectives beside computation (docs/gpu.md). No effect on results or CPU devices.
       check_replicas: a number of steps: `jax_ring.check_replicas` of the parameters in the first step, and after so
         many each time. The state is then a `CheckedState` around the one that there would be without. Not in stage 3.
       num_shards: V, a multiple of all numbers of ranks that the training may run on. The flat vectors are then padded
         for V ranks, and their shapes do not depend on p. Needed there with stage=3 and order="tree".
-      wire: how gradients are sent, as for `sync_gradients`, to the nearest; not with order="tree". In stages 2 and 3
-        int8 blocks are rounded once, by the rank that sends them.
-      param_wire: the same for parameters that `gather` brings together, with stage=3, in all orders; with order="tree"
-        int8 needs the flat layout. Parameters at rest are not rounded.
+      wire: a floating-point dtype, to which wider gradients and their sum are rounded; or "int8", for groups of 256
+        integers with a common scale, rounded to the nearest, in stages 2 and 3 once, by the rank that sends them. Not
+        with order="tree".
+      param_wire: such a dtype for parameters that `gather` brings together, with stage=3, in all orders; with
+        order="tree" int8 needs the flat layout. Parameters at rest are not rounded.
 
     Returns:
       A `ShardedOptimizer`. Its `update` takes this rank's gradients, not reduced yet, and applies `tx` to their mean.
@@ -216,7 +217,7 @@ def replicated_optimizer(tx: optax.GradientTransformation) -> optax.GradientTran
     through an update are those of `tx`, without that promise.
 
     Args:
-      tx: an elementwise optax `GradientTransformation`, as for `sharded_optimizer`. `zero.clip_by_global_norm` within
+      tx: an elementwise optax `GradientTransformation` (docs/zero.md). `zero.clip_by_global_norm` within
         it takes the norm of what each rank has.
 
     Returns:

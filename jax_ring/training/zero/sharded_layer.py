@@ -49,9 +49,10 @@ def sharded_layer(
       f: a function of whole parameters and the inputs of a shard. Returns a pytree of arrays. May ask for
         `shard_index()`, may not communicate over the axis, and gets traced arrays of floats as arguments, not by
         closure.
-      axis_name: as for `sharded_optimizer`.
-      num_shards: V, as for the optimizer.
-      param_wire: as for `sharded_optimizer`. Gradients are those with respect to the rounded parameters.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      num_shards: V, the number of shards of the batch that the optimizer has, too.
+      param_wire: a floating-point dtype, or "int8", to which parameters are rounded to be gathered. Gradients are with
+        respect to the rounded parameters.
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this

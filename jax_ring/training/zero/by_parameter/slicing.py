@@ -61,7 +61,7 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
 
 
 def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
-    """As `compute`, for some elements of flattened outputs of one shape; the filling has no meaning.
+    """Some elements of flattened outputs of one shape, filled up to a size; the filling has no meaning.
 
     Inputs may be filled `Piece`s. Raises NotElementwise if an equation needs more than a piece.
     """

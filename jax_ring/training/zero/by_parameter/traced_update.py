@@ -79,7 +79,15 @@ class TracedUpdate:
         outputs = range(len(self.scalars.out_avals))
         return each_rounded(partial(slicing.compute, self.scalars, outputs), self.inputs({}, shared, norms=norms))
 
-    def inputs(self, known: dict[int, Any], shared: dict[int, Any], *, params=(), norms=(), scalars=()) -> list:
+    def inputs(
+        self,
+        known: dict[int, Any],
+        shared: dict[int, Any],
+        *,
+        params: Sequence = (),
+        norms: Sequence = (),
+        scalars: Sequence = (),
+    ) -> list:
         """The jaxpr's inputs, those `known` by index, `shared` ones by that of the state's leaf; None if unknown."""
         first_norm = self.first_param + self.num_leaves
         first_scalar = first_norm + len(self.norms)
@@ -110,7 +118,7 @@ class TracedUpdate:
         return self.closed.out_avals[: self.num_leaves]
 
     def state_after(self, state: Any) -> Any:
-        """The state's types after the update; shared ones as in `state`."""
+        """The state's types after the update; shared ones keep those of `state`."""
         after = self.closed.out_avals[self.num_leaves : self.first_param]
         leaves = [
             x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
