@@ -38,8 +38,9 @@ def scanned(params, x, hook):
 
 def make_step(mesh, loss, variant: str, impl: str):
     from jax_ring import reduce_in_backward, value_and_grad
+    from jax_ring.training.implementations import reduced_by
 
-    options = VARIANTS[variant] | {"impl": impl}
+    options = VARIANTS[variant]
     inside = variant == "in backward"
     hook = functools.partial(reduce_in_backward, axis_name="data", **options) if inside else lambda weight: weight
 
@@ -48,7 +49,7 @@ def make_step(mesh, loss, variant: str, impl: str):
         _, grads = value_and_grad(fun, "data", reduced_in_backward=inside, **options)(params, x)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    mapped = jax.shard_map(reduced_by(impl)(step), mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     return jax.jit(mapped, donate_argnums=0)
 
 

@@ -1,6 +1,6 @@
 """Accumulates gradients over micro-batches, and clips them before or after they are reduced.
 
-    python examples/accumulation_and_clipping.py [--devices 4] [--steps 300] [--microbatches 8] [--impl ring|lax]
+    python examples/accumulation_and_clipping.py [--devices 4] [--steps 300] [--microbatches 8]
 
 All four runs see the same batches. "accumulated" uses micro-batches, which take a fraction of the memory, and reduces
 once per step. Its losses equal those of "whole batch", and both equal those of one device. "clipped too early" clips
@@ -53,7 +53,7 @@ def clip(grads):
     return optax.clip_by_global_norm(LIMIT).update(grads, optax.EmptyState())[0]
 
 
-def with_early_clipping(fun, axis_name, impl, num_parts):
+def with_early_clipping(fun, axis_name, num_parts):
     """The mean over ranks, and over parts of each rank's batch, of gradients that are clipped separately."""
 
     def value_and_grad_of(params, x, y):
@@ -61,7 +61,7 @@ def with_early_clipping(fun, axis_name, impl, num_parts):
         parts = [a.reshape(num_parts, -1, a.shape[-1]) for a in (x, y)]
         values, grads = jax.lax.map(lambda part: jax.value_and_grad(fun)(local, *part), tuple(parts))
         local_means = values.mean(), jax.tree.map(lambda g: g.mean(0), jax.vmap(clip)(grads))
-        return sync_gradients(local_means, axis_name, impl=impl)
+        return sync_gradients(local_means, axis_name)
 
     return value_and_grad_of
 
@@ -71,7 +71,6 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if min(args.devices, args.microbatches, args.steps) < 1 or BATCH % (args.devices * args.microbatches):
         parser.error(
@@ -83,12 +82,12 @@ def main() -> int:
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     plain = optax.sgd(0.3, momentum=0.9)
     clipped = optax.chain(optax.clip_by_global_norm(LIMIT), plain)
-    accumulated = value_and_grad(accumulate_gradients(loss, args.microbatches), "data", impl=args.impl)
+    accumulated = value_and_grad(accumulate_gradients(loss, args.microbatches), "data")
     runs = {
-        "whole batch": (value_and_grad(loss, "data", impl=args.impl), clipped),
+        "whole batch": (value_and_grad(loss, "data"), clipped),
         "accumulated": (accumulated, clipped),
-        "clipped too early": (with_early_clipping(loss, "data", args.impl, 1), plain),
-        "every micro-batch clipped": (with_early_clipping(loss, "data", args.impl, args.microbatches), plain),
+        "clipped too early": (with_early_clipping(loss, "data", 1), plain),
+        "every micro-batch clipped": (with_early_clipping(loss, "data", args.microbatches), plain),
     }
 
     console = Console()
@@ -112,7 +111,7 @@ def main() -> int:
             params, state, value = compiled(params, state, x[batch], y[batch])
             losses.append(float(value))
         final[name] = np.array(losses)
-        calls = compiled.as_text().count('"jax_ring_all_reduce"' if args.impl == "ring" else " all-reduce(")
+        calls = compiled.as_text().count('"jax_ring_all_reduce"')
         memory = compiled.memory_analysis().temp_size_in_bytes / 1024
         table.add_row(name, f"{loss(params, x[-1], y[-1]):.4f}", f"{memory:.0f} KiB", str(calls))
     console.print(table)

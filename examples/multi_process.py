@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits in several processes, each with its own part of the data.
 
-    python -m jax_ring.launch -n 4 examples/multi_process.py [--epochs 10] [--impl ring|lax]
+    python -m jax_ring.launch -n 4 examples/multi_process.py [--epochs 10]
 
 The training step is that of train_digits.py; it does not depend on processes. Each process runs this whole program, and
 calls the same jitted functions in the same order. Arrays span the devices of all processes, and each process provides
@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
-from train_digits import BATCH, OPTIMIZER, accuracy, init_params, load_data, make_train_step
+from train_digits import BATCH, OPTIMIZER, accuracy, init_params, load_data, loss, make_train_step
 
 import jax_ring
+from jax_ring import value_and_grad
 
 
 def init(key):
@@ -51,7 +52,6 @@ def same_on_all_processes(params):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     # Before any other use of JAX. Under Slurm and Open MPI, too, this needs no arguments.
     if "JAX_NUM_PROCESSES" in os.environ:
@@ -67,7 +67,7 @@ def main():
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     train_images, test_images, train_labels, test_labels = load_data()
     params, opt_state = jax.jit(init, out_shardings=jax.NamedSharding(mesh, P()))(jax.random.key(0))
-    train_step = make_train_step(mesh, args.impl)
+    train_step = make_train_step(mesh, value_and_grad(loss, "data"))
     rng = np.random.default_rng(jax.process_index())
 
     images, labels = next(own_batches(train_images, train_labels, mesh, rng))
@@ -79,8 +79,8 @@ def main():
     for epoch in range(args.epochs):
         losses = []
         for images, labels in own_batches(train_images, train_labels, mesh, rng):
-            params, opt_state, loss = train_step(params, opt_state, images, labels)
-            losses.append(float(loss))
+            params, opt_state, mean_loss = train_step(params, opt_state, images, labels)
+            losses.append(float(mean_loss))
         print_once(f"epoch {epoch + 1}: mean loss {np.mean(losses):.4f}")
     # All processes must call this: the parameters span them all.
     held_out = float(accuracy(params, test_images, test_labels))

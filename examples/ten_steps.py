@@ -35,7 +35,7 @@ RUNS = {
     "buckets of 1 MiB": sizes(1 << 20),
     "buckets of 1 KiB": sizes(1 << 10),
     "in the backward pass": {"in_backward": True},
-    "lax.psum": {"impl": "lax"} | sizes(1 << 40),
+    "lax.psum": {"is_by_lax": True} | sizes(1 << 40),
 }
 
 
@@ -44,15 +44,24 @@ def make_batches(steps: int, context: int) -> np.ndarray:
     return train_gpt.load_text()[: steps * BATCH * (context + 1)].reshape(steps, BATCH, -1).astype(np.int32)
 
 
-def num_buckets(params, in_backward=False, impl="ring", **sizes) -> int:
+def num_buckets(params, in_backward=False, is_by_lax=False, **sizes) -> int:
     """The number of planned buckets; 0 if gradients are reduced in the backward pass."""
     return 0 if in_backward else len(plan_buckets(params, **sizes).buckets)
 
 
-def train(params, batches, num_devices: int, in_backward=False, **reduction):
+def by_lax(params, tokens):
+    """The mean loss and its gradients, by `lax.psum`."""
+    local = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+    return jax.lax.pmean(jax.value_and_grad(train_gpt.loss)(local, tokens), "data")
+
+
+def train(params, batches, num_devices: int, in_backward=False, is_by_lax=False, **reduction):
     """The loss of each step, and the parameters after the last."""
     mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("data",))
-    train_step = train_gpt.make_train_step(mesh, OPTIMIZER, in_backward=in_backward, **reduction)
+    if is_by_lax:
+        train_step = train_gpt.train_step_of(mesh, OPTIMIZER, by_lax)
+    else:
+        train_step = train_gpt.make_train_step(mesh, OPTIMIZER, in_backward=in_backward, **reduction)
     copy = jax.tree.map(np.array, params)  # the step donates its arguments
     state = train_gpt.TrainState(params=copy, opt_state=OPTIMIZER.init(copy))
     state = jax.device_put(state, jax.NamedSharding(mesh, P()))

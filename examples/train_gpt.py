@@ -1,6 +1,6 @@
 """Trains a small byte-level GPT on the source code of Python's standard library, and prints a sample.
 
-    python examples/train_gpt.py [--devices 8] [--steps 300] [--dtype float32|bfloat16] [--impl ring|lax] [--wire int8]
+    python examples/train_gpt.py [--devices 8] [--steps 300] [--dtype float32|bfloat16] [--wire int8]
 
 Each device has a copy of the parameters and a part of each batch. The parameters of a layer pass through
 `reduce_in_backward` where they are used, so that their gradients are reduced while earlier layers are still in the
@@ -116,6 +116,11 @@ def make_train_step(mesh, optimizer, dtype=jnp.float32, in_backward=True, unroll
 
     local_loss = functools.partial(loss, dtype=dtype, hook=hook, unroll=unroll)
     value_and_mean_grad = value_and_grad(local_loss, "data", reduced_in_backward=in_backward, **reduction)
+    return train_step_of(mesh, optimizer, value_and_mean_grad)
+
+
+def train_step_of(mesh, optimizer, value_and_mean_grad):
+    """A step from (state, tokens) to (state, loss), with the gradients that a function of (params, tokens) returns."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()))
@@ -170,7 +175,6 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end (default: 400)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--wire", help="send gradients in this dtype with error feedback, such as int8 (8-bit blocks)")
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     args = parser.parse_args()
     if args.devices < 1 or args.batch % args.devices:
         parser.error(f"--devices must divide the batch size {args.batch}, got {args.devices}")
@@ -186,22 +190,22 @@ def main() -> int:
     optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0, 3e-3, args.steps // 10, args.steps))
     params = jax.device_put(params, jax.NamedSharding(mesh, P()))
     if args.wire:
-        reduce = allreduce_gradients("data", wire=args.wire, error_feedback=True, impl=args.impl)
+        reduce = allreduce_gradients("data", wire=args.wire, error_feedback=True)
         optimizer = optax.chain(reduce, optimizer)
         specs = feedback_specs(jax.eval_shape(optimizer.init, params), "data")
         opt_state = jax.jit(jax.shard_map(optimizer.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
         train_step = make_feedback_step(mesh, optimizer, specs, jnp.dtype(args.dtype))
     else:
         opt_state = jax.device_put(optimizer.init(params), jax.NamedSharding(mesh, P()))
-        reduction = {"impl": args.impl, "wire": args.dtype if args.dtype == "bfloat16" else None}
-        train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), **reduction)
+        wire = args.dtype if args.dtype == "bfloat16" else None
+        train_step = make_train_step(mesh, optimizer, jnp.dtype(args.dtype), wire=wire)
     state = TrainState(params=params, opt_state=opt_state)
     size = sum(p.size for p in jax.tree.leaves(params))
     console.print(f"{size} parameters, {len(text)} bytes of Python, {args.devices} CPU devices")
 
     rng = np.random.default_rng(0)
     columns = (
-        TextColumn(f"{args.impl}, {args.wire or args.dtype}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn(args.wire or args.dtype), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[status]}"),
     )  # fmt: skip
     losses = []

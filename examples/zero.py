@@ -1,6 +1,6 @@
 """Trains a network with Adam, with replicated and with sharded optimizer state, and compares memory and results.
 
-    python examples/zero.py [--devices 8] [--epochs 10] [--impl ring|lax] [--plot memory.png]
+    python examples/zero.py [--devices 8] [--epochs 10] [--plot memory.png]
 
 Adam keeps two numbers per parameter. With ZeRO, each device keeps them for its shard of the parameters only, and
 updates that shard. Stage 1 all-reduces the gradients; stage 2 reduce-scatters them.
@@ -25,11 +25,11 @@ from jax_ring import sync_gradients, zero
 ADAM = optax.adam(2e-3)
 
 
-def replicated_adam(impl):
+def replicated_adam():
     """Adam with the interface of `zero.ShardedOptimizer`, and the same state on all devices."""
 
     def update(grads, state, params):
-        return ADAM.update(sync_gradients(grads, "data", impl=impl), state, params)
+        return ADAM.update(sync_gradients(grads, "data"), state, params)
 
     return ADAM.init, update, lambda params: jax.tree.map(lambda _: P(), jax.eval_shape(ADAM.init, params))
 
@@ -80,7 +80,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8, help=f"a divisor of the batch size, {BATCH} (default: 8)")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--impl", choices=["ring", "lax"], default="ring", help="implementation of the collectives")
     parser.add_argument("--plot", metavar="FILE", help="plot memory by number of devices; needs matplotlib")
     args = parser.parse_args()
     if args.devices < 1 or BATCH % args.devices or args.epochs < 1:
@@ -93,9 +92,9 @@ def main() -> int:
     console = Console()
     table = Table("Adam", "held-out accuracy", "state on a device", "parameters compared")
     optimizers = {
-        "replicated": replicated_adam(args.impl),
-        "ZeRO stage 1": zero.sharded_optimizer(ADAM, "data", stage=1, impl=args.impl)[:3],
-        "ZeRO stage 2": zero.sharded_optimizer(ADAM, "data", stage=2, impl=args.impl)[:3],
+        "replicated": replicated_adam(),
+        "ZeRO stage 1": zero.sharded_optimizer(ADAM, "data", stage=1)[:3],
+        "ZeRO stage 2": zero.sharded_optimizer(ADAM, "data", stage=2)[:3],
     }
     results = {}
     for name, (init, update, specs_of) in optimizers.items():

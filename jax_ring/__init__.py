@@ -40,9 +40,9 @@ from jax_ring.training.buckets import Bucket, BucketPlan, plan_buckets
 from jax_ring.training.gradients import grad, reduce_in_backward, value_and_grad
 from jax_ring.training.replicas import assert_replicated, broadcast_params
 from jax_ring.training.same_bits.blocks import block_max, block_sum, each_block
-from jax_ring.training.same_bits.indices import block_index, shard_index
+from jax_ring.training.same_bits.parts import block_index, shard_index
 from jax_ring.training.sentinel import check_replicas
-from jax_ring.training.sync import sync_gradients, sync_with_feedback
+from jax_ring.training.sync import ReductionOptions, sync_gradients, sync_with_feedback
 from jax_ring.training.transformation import FeedbackState, allreduce_gradients, feedback_specs
 from jax_ring.training.weighted_mean import weighted_pmean
 from jax_ring.training.zero.interface import ShardedOptimizer
@@ -78,6 +78,7 @@ __all__ = [
     "Late",
     "Override",
     "RecordedCall",
+    "ReductionOptions",
     "ShardSums",
     "ShardedOptimizer",
     "Statistics",

@@ -1,11 +1,10 @@
 """`jax_ring.zero`: an optimizer whose state is divided among the ranks. It is made in jax_ring/training/zero."""
 
-from jax_ring.training.zero.by_parameter.shards import ParameterShards
-from jax_ring.training.zero.by_parameter.state import ParameterState, Shares
+from jax_ring.training.zero.by_parameter.pieces import ParameterShards
+from jax_ring.training.zero.by_parameter.plan import ParameterState, Shares
 from jax_ring.training.zero.clip import clip_by_global_norm
 from jax_ring.training.zero.interface import ShardedOptimizer
-from jax_ring.training.zero.optimizer import sharded_optimizer
-from jax_ring.training.zero.replicated import replicated_optimizer
+from jax_ring.training.zero.optimizer import replicated_optimizer, sharded_optimizer
 from jax_ring.training.zero.sharded_layer import sharded_layer
 from jax_ring.training.zero.vectors import ShardedParams
 

@@ -17,17 +17,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 # To import the model's pictures, the GPT and the reader of XLA's schedules.
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 H100 = ROOT / "tests" / "gpu_topologies" / "h100.txtpb"
-PROGRAMS = {  # the options of the reduction of gradients, and of XLA
-    "jax_ring": ({}, {}),
-    "jax_ring, overlap=False": ({"overlap": False}, {}),
-    "jax.lax": ({"impl": "lax"}, {}),
+PROGRAMS = {  # whose collectives, and the options of the reduction of gradients and of XLA
+    "jax_ring": ("ring", {}, {}),
+    "jax_ring, overlap=False": ("ring", {"overlap": False}, {}),
+    "jax.lax": ("lax", {}, {}),
     # By default XLA combines all-reduces up to 30 MB, and these wait for the very last gradient.
-    "jax.lax, combined up to 1 MiB": ({"impl": "lax"}, {"xla_gpu_all_reduce_combine_threshold_bytes": 1 << 20}),
+    "jax.lax, combined up to 1 MiB": ("lax", {}, {"xla_gpu_all_reduce_combine_threshold_bytes": 1 << 20}),
 }
 COLORS = {"matrix product": "#4477aa", "collective": "#ee6677", "other": "#bbbbbb"}
 
 
-def compiled_step(arguments: argparse.Namespace, reduction: dict, options: dict) -> str:
+def compiled_step(arguments: argparse.Namespace, impl: str, reduction: dict, options: dict) -> str:
     """The scheduled HLO of a training step on eight GPUs."""
     import jax
     import jax.numpy as jnp
@@ -35,6 +35,8 @@ def compiled_step(arguments: argparse.Namespace, reduction: dict, options: dict)
     import train_gpt
     from jax.experimental import topologies
     from jax.sharding import PartitionSpec as P
+
+    from jax_ring.training.implementations import reduced_by
 
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=arguments.gpu.read_text(), topology="1x1x8"
@@ -55,7 +57,9 @@ def compiled_step(arguments: argparse.Namespace, reduction: dict, options: dict)
     options = options | {"xla_gpu_enable_latency_hiding_scheduler": True}
     if arguments.dump:
         options |= {"xla_dump_to": str(arguments.dump), "xla_dump_hlo_as_text": True}
-    return step.lower(typed(state, P()), typed(tokens, P("data"))).compile(compiler_options=options).as_text()
+    with reduced_by(impl):
+        lowered = step.lower(typed(state, P()), typed(tokens, P("data")))
+    return lowered.compile(compiler_options=options).as_text()
 
 
 def print_table(console, timelines: dict) -> None:

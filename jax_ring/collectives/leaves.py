@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +98,8 @@ def no_namesake(function: str) -> Callable:
     return refuse
 
 
-def counted(leaf):
-    """x, with booleans as int32, as for lax.psum."""
+def counted(leaf: jax.Array) -> jax.Array:
+    """A leaf, with booleans as int32: what lax.psum makes of them."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 
@@ -126,7 +127,7 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
     )
 
 
-def own_copy(x, axis_name: AxisName):
+def own_copy(x: Any, axis_name: AxisName) -> Any:
     """x as a value that varies over all of the axes. No-op without vma tracking."""
     if not _compat.check_vma():
         return x

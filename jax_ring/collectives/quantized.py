@@ -90,7 +90,7 @@ def _on_one_level(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl):
 
 
 def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: Levels):
-    """The same between the ranks that own one shard of their hosts' sums.
+    """The sum between the ranks that own one chunk of their hosts' sums.
 
     axes: of the whole mesh: ranks are the mesh positions of `levels`.
     """
@@ -139,7 +139,7 @@ def _keys(key_data: tuple, key_impl) -> tuple:
 
 
 def _in_packets(groups: Groups) -> Crossing:
-    """How the sum crosses hosts in parts: as packets, added by the ranks that own a part.
+    """How the sum crosses hosts in parts: in packets, added by the ranks that own a part.
 
     groups: ranks with the same shard on different hosts.
     """

@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_ring import _compat, runtime
-from jax_ring.launcher import foreign_errors
+from jax_ring import _compat, foreign_errors, runtime
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, foreign_errors, runtime
 from jax_ring.distributed import discovery, exit_notice
 from jax_ring.elastic.exchange import Exchange
-from jax_ring.launcher import foreign_errors
 from jax_ring.launcher.coordinator.server import with_own_handler
 from jax_ring.launcher.protocol import HOSTS_VARIABLE, Control, Member
 from jax_ring.progress import notes

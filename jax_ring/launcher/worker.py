@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def load_beside(path: str):
-    """Loads a file of this folder that imports nothing of the package."""
+    """Loads a file, named from this folder, that imports nothing of the package."""
     name = "_jax_ring_" + os.path.splitext(path)[0].replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), path))
     assert spec is not None
@@ -132,7 +132,7 @@ def blamed_process(error: BaseException | None) -> int | None:
     then.
     """
     runtime, protocol = map(sys.modules.get, ("jax_ring.runtime", "jax_ring.launcher.protocol"))
-    of_another = load_beside("foreign_errors.py").OF_ANOTHER
+    of_another = load_beside("../foreign_errors.py").OF_ANOTHER
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -39,7 +39,7 @@ class BucketPlan:
         first_reduced = [plan.names[i] for i in plan.buckets[0].leaves]
 
     Attributes:
-      names: the leaves' paths and types, as in `jax.tree.leaves`.
+      names: the leaves' paths and types, in the order of `jax.tree.leaves`.
       buckets: in the order of reduction.
     """
 
@@ -83,7 +83,7 @@ def plan_buckets(
     Args:
       tree: of arrays or `jax.ShapeDtypeStruct`.
       bucket_bytes: the most in a bucket; a larger leaf has its own.
-      first_bucket_bytes: the same for each dtype's first bucket; a small one starts early.
+      first_bucket_bytes: the most in each dtype's first bucket; a small one starts early.
 
     Raises:
       ValueError: if a size is not positive.

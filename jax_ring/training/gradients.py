@@ -13,11 +13,11 @@ from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, che
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
-from jax_ring.training.parameters import check_parameters, floats, is_float0, is_inexact, with_float0
-from jax_ring.training.same_bits.indices import SHARD
+from jax_ring.training.same_bits.parts import SHARD
 from jax_ring.training.same_bits.shards import Shards, first_shard
 from jax_ring.training.sentinel import Digests, after, check_when, digests
 from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.trees import floats, is_float0, is_inexact, with_float0
 from jax_ring.training.wire import Int8Wire
 
 P = ParamSpec("P")
@@ -57,30 +57,30 @@ def value_and_grad(
 
     Args:
       fun: a function of parameters and this rank's data. Returns a scalar, or a scalar and auxiliary data.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       argnums: which arguments are parameters, replicated over the axis. Gradients of a leaf that differs between ranks
         are averaged too.
       has_aux: whether `fun` returns a pair. Its second part is returned unchanged, by each rank its own; with
         `num_shards` it is stacked over the rank's shards.
-      holomorphic, allow_int: as for `jax.value_and_grad`. Gradients of integers have dtype float0.
+      holomorphic: whether `fun` is holomorphic, for complex parameters.
+      allow_int: whether parameters may be integers. Their gradients have dtype float0.
       reduced_in_backward: whether `fun` passes all its parameters through `reduce_in_backward`.
       num_shards: V, for the same bits on any number of ranks p that divides it (docs/any_number_of_devices.md). The
         rank's data is cut into V/p shards, differentiated one by one; sums follow the tree of `order="tree"` and are
         divided by V. `fun` may not communicate over the axis or ask for its index; it has `shard_index()`. With V > p,
         `wire` and `reduced_in_backward` are refused.
       in_axes: with num_shards, which dimension of the arguments that are not in `argnums` is cut: an integer for all,
-        or a tuple with an entry for each, whose None stands for an argument that every shard gets whole, as in
-        `accumulate_gradients`. Keyword arguments are passed whole.
+        or a tuple with an entry for each, whose None stands for an argument that every shard gets whole; an
+        entry may be a pytree prefix. Keyword arguments are passed whole.
       reduce_gradients: with num_shards, whether to reduce. If not, the gradients are a `ShardSums`, for
         `sync_gradients`, `allreduce_gradients` and `zero.sharded_optimizer`. The value is reduced in any case.
       check_replicas: a boolean scalar, the same on all ranks, such as `step % 10 == 0`: whether to compare the ranks'
-        copies of the parameters, as `jax_ring.check_replicas` does.
+        copies of the parameters, by `jax_ring.check_replicas`.
       audit: with num_shards, k: in each k-th step another rank computes a shard again, and the step fails on all ranks
         if a bit of its value or gradients differs (docs/any_number_of_devices.md).
       step: with audit, the number of the step, an integer scalar, the same on all ranks.
-      **options: `impl`, `wire`, `key`, `bucket_bytes`, `first_bucket_bytes`, `overlap` and `order`, as for
-        `sync_gradients`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called in the step:
-        it is for one.
+      **options: `ReductionOptions`. The value is never rounded to `wire`. Pass a key where `value_and_grad` is called
+        in the step: it is for one.
 
     Returns:
       A function with the arguments of `fun` that returns what `jax.value_and_grad(fun)` does, the same on all ranks.
@@ -88,7 +88,8 @@ def value_and_grad(
     Raises:
       ValueError: with `num_shards`, if the ranks or the data do not divide so, if `fun` uses the axis, for another
         order than "tree", and for options that need V = p. With `audit`, if there is only one rank.
-      NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: as `sync_gradients` and `jax.value_and_grad`.
+      NameError, TypeError, ValueError, jax.errors.JaxRuntimeError: where `sync_gradients` or `jax.value_and_grad`
+        raises them.
     """
     shards = Shards.of("value_and_grad", num_shards, in_axes, reduce_gradients, audit, step, options)
     reduction = Reduction.of("value_and_grad", options)
@@ -126,8 +127,8 @@ def grad(
 
         grads = jax_ring.grad(loss, "data")(params, batch)  # under shard_map
 
-    Arguments and errors are as in `value_and_grad`. Returns a function that returns the gradients; with `has_aux`,
-    the gradients and the auxiliary data.
+    Takes the arguments of `value_and_grad`, and raises its errors. Returns a function that returns the gradients; with
+    `has_aux`, the gradients and the auxiliary data.
     """
     shards = Shards.of("grad", num_shards, in_axes, reduce_gradients, audit, step, options)
     reduction = Reduction.of("grad", options)
@@ -188,7 +189,7 @@ class _OfMean:
         numbers = (self.argnums,) if isinstance(self.argnums, int) else tuple(self.argnums)
         parameters = [i for i in range(len(args)) if i in numbers or i - len(args) in numbers]
         for i in parameters:
-            check_parameters(function, i, args[i], only_floats=self.only_floats)
+            _check_parameters(function, i, args[i], only_floats=self.only_floats)
         arguments: Sequence[Any] = args
         if not self.reduced_in_backward:
             arguments = [self._copies(x) if i in parameters else x for i, x in enumerate(args)]
@@ -251,6 +252,31 @@ class _OfMean:
         return value, aux, grads
 
 
+_ADVICE = (
+    "Of a model give the parameters alone. equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and "
+    "eqx.combine(params, static) in the loss. flax: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and "
+    "nnx.merge(graphdef, params, rest, copy=True) in the loss."
+)
+
+
+def _check_parameters(function: str, position: int, tree: Any, *, only_floats: bool) -> None:
+    """Raises TypeError unless an argument's leaves are arrays (of floats or complex numbers, if required)."""
+    try:
+        check_arrays(function, f"argument {position}", tree)
+    except TypeError as error:
+        raise TypeError(f"{error}. {_ADVICE}") from None
+    if not only_floats:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            # Uses JAX's words, so that a search finds them.
+            raise TypeError(
+                "grad requires real- or complex-valued inputs (input dtype that is a sub-dtype of np.inexact), but "
+                f"{function} got {jax.typeof(leaf)} at {path_text(path)} of argument {position}. With allow_int=True "
+                f"its gradient is of dtype float0. {_ADVICE}"
+            )
+
+
 def _refuse_key(reduction: Reduction) -> None:
     if isinstance(reduction.wire, Int8Wire) and reduction.wire.key is not None:
         raise ValueError(
@@ -307,8 +333,8 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
 
     Args:
       tree: a pytree of parameters, replicated over the axis.
-      axis_name: as for `value_and_grad`.
-      **options: as for `value_and_grad`, without `key`.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      **options: `ReductionOptions`, without `key`.
 
     Returns:
       A pytree like `tree`, with the same values.
@@ -317,7 +343,7 @@ def reduce_in_backward(tree: T, axis_name: AxisName, **options: Unpack[Reduction
       ValueError: inside `value_and_grad` or `grad` without `reduced_in_backward=True`, which would sum twice, also if
         they differentiate the gradients of an inner one that has it; with vma tracking, if a leaf varies over the axis;
         and for a `key`, which would be the same in every step of a scan.
-      NameError, TypeError, jax.errors.JaxRuntimeError: as `sync_gradients`.
+      NameError, TypeError, jax.errors.JaxRuntimeError: where `sync_gradients` raises them.
     """
     check_named("reduce_in_backward", axes_of(axis_name))
     check_arrays("reduce_in_backward", "tree", tree)

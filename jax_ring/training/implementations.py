@@ -1,17 +1,33 @@
-"""The training layer's option `impl`: jax_ring's collectives, or `jax.lax`'s."""
+"""The collectives of training: jax_ring's, or those of `jax.lax`, with which tests and benchmarks compare them."""
 
+import contextlib
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 
 from jax_ring import collectives
+from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import bits_of_keys
-from jax_ring.options import Order, bucketed, check_choice
+from jax_ring.options import Order, bucketed, setting
 
-Impl = Literal["ring", "lax"]
+_by_lax: ContextVar[bool] = ContextVar("by_lax", default=False)
+
+
+def reduced_by(name: Literal["ring", "lax"]) -> contextlib.AbstractContextManager[None]:
+    """For tests and benchmarks: whose collectives the functions of training use that are traced in this block.
+
+    Also a decorator. `jax.lax` adds in XLA's order, whatever `order` says.
+    """
+    return setting(_by_lax, name == "lax")
+
+
+def is_by_lax() -> bool:
+    """Whether `jax.lax` reduces here."""
+    return _by_lax.get()
 
 
 class Implementation(NamedTuple):
@@ -28,52 +44,38 @@ class Implementation(NamedTuple):
     broadcast: Callable
 
 
-def _lax_broadcast(tree: Any, axis_name, *, root: int) -> Any:
-    # jax.lax has no broadcast that keeps all bits and whose result is invariant over the axis.
-    def broadcast(x):
-        bits, from_bits = bits_of_keys(x)  # JAX up to 0.12 cannot lower an untiled all_gather of keys
-        return from_bits(lax.all_gather(bits, axis_name, to="invarying")[root])
+def implementation(overlap: bool = False, order: Order = "rank") -> Implementation:
+    """The collectives to use here.
 
-    return jax.tree.map(broadcast, tree)
-
-
-_IMPLEMENTATIONS: dict[Impl, Implementation] = {
-    "ring": Implementation(
-        collectives.ring_psum,
-        partial(collectives.ring_psum_scatter, tiled=True),
+    overlap, order: of jax_ring's: whether GPUs run them beside computation, and in which order they add.
+    """
+    if is_by_lax():
+        return Implementation(
+            lax.psum,
+            partial(lax.psum_scatter, tiled=True),
+            partial(lax.all_gather, tiled=True, to="invarying"),
+            lax.all_to_all,
+            _lax_broadcast,
+        )
+    chosen = (
+        partial(collectives.ring_psum, order=order),
+        partial(collectives.ring_psum_scatter, tiled=True, order=order),
         partial(collectives.ring_all_gather, tiled=True, to="invarying"),
         collectives.ring_all_to_all,
         collectives.ring_broadcast,
-    ),
-    "lax": Implementation(
-        lax.psum,
-        partial(lax.psum_scatter, tiled=True),
-        partial(lax.all_gather, tiled=True, to="invarying"),
-        lax.all_to_all,
-        _lax_broadcast,
-    ),
-}
-
-
-def implementation(function: str, impl: Impl, overlap: bool = False, order: Order = "rank") -> Implementation:
-    """The implementation named by `impl` of `function`.
-
-    overlap, order: of jax_ring's collectives: whether GPUs run them beside computation, and in which order they add.
-
-    Raises:
-      ValueError: for another `impl`.
-      TypeError: if `overlap` is no boolean.
-    """
-    check_choice(function, "impl", impl, get_args(Impl))
-    if not isinstance(overlap, bool):
-        raise TypeError(f"{function}: overlap must be True or False, got {overlap!r}")
-    chosen = _IMPLEMENTATIONS[impl]
-    if impl == "ring":
-        psum, psum_scatter = partial(chosen.psum, order=order), partial(chosen.psum_scatter, order=order)
-        chosen = chosen._replace(psum=psum, psum_scatter=psum_scatter)
+    )
     return Implementation(*(partial(_bucketed, overlap, collective) for collective in chosen))
 
 
 def _bucketed(overlap: bool, collective: Callable, *args: Any, **kwargs: Any) -> Any:
     with bucketed(overlap):
         return collective(*args, **kwargs)
+
+
+def _lax_broadcast(tree: Any, axis_name: AxisName, *, root: int) -> Any:
+    # jax.lax has no broadcast that keeps all bits and whose result is invariant over the axis.
+    def broadcast(x):
+        bits, from_bits = bits_of_keys(x)  # JAX up to 0.12 cannot lower an untiled all_gather of keys
+        return from_bits(lax.all_gather(bits, axis_name, to="invarying")[root])
+
+    return jax.tree.map(broadcast, tree)

@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import discovery
 from jax_ring.options import check_arrays, path_texts
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.implementations import implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
@@ -23,28 +23,28 @@ PARTS = 256
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
-def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0, impl: Impl = "ring") -> T:
+def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0) -> T:
     """Sends rank `root`'s parameters to every rank of a mapped axis, bit for bit.
 
         params = jax_ring.broadcast_params(params, "data")  # under shard_map
 
     Args:
       params: a pytree of arrays of any dtype, random keys included.
-      axis_name, root: as for `ring_broadcast`.
-      impl: "ring" or "lax". `jax.lax` has no broadcast, so "lax" gathers all copies and takes one.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      root: the rank that sends, an integer. With several axes ranks are counted in row-major order.
 
     Returns:
       A pytree like `params`, invariant over the axis with vma tracking.
 
     Raises:
-      ValueError: if there is no rank `root`, or for another `impl`.
-      Others: as `ring_broadcast`.
+      ValueError: if there is no rank `root`.
+      NameError, TypeError, jax.errors.JaxRuntimeError: where `ring_broadcast` raises them.
     """
     axes = axes_of(axis_name)
     check_named("broadcast_params", axes)
     root = check_root("broadcast_params", axes, root)
     check_arrays("broadcast_params", "params", params)
-    return implementation("broadcast_params", impl).broadcast(params, axis_name, root=root)
+    return implementation().broadcast(params, axis_name, root=root)
 
 
 def assert_replicated(tree: Any) -> None:

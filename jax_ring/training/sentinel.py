@@ -20,9 +20,9 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
-from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.parameters import is_float0
-from jax_ring.training.zero.by_parameter.shards import ParameterShards
+from jax_ring.training.implementations import implementation
+from jax_ring.training.trees import is_float0
+from jax_ring.training.zero.by_parameter.pieces import ParameterShards
 from jax_ring.training.zero.vectors import ShardedParams
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
@@ -252,7 +252,7 @@ def after(tree: T, ok: jax.Array) -> T:
 
 
 def next_step(step: jax.Array, tree: T, ok: jax.Array) -> tuple[jax.Array, T]:
-    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, as in `after`."""
+    """The number of steps after this one, and `tree`, its result. One of the two needs `ok`, the zero of a verdict."""
     return (step + 1, after(tree, ok)) if _compat.varying_axes(ok) else (step + 1 + ok, tree)
 
 
@@ -285,7 +285,7 @@ def digests_every(function: str, params: Any, axis_name: AxisName, every: int, c
     return digests(function, params, axis_name, count % every == 0)
 
 
-def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl = "ring") -> T:
+def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True) -> T:
     """Compares the ranks' copies of a pytree within a step, and fails the step on all ranks if any two differ.
 
         params = check_replicas(params, "data", when=step % 10 == 0)  # under shard_map
@@ -297,9 +297,8 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
 
     Args:
       tree: a pytree of arrays of any dtype, random keys among them, which should be the same on all ranks.
-      axis_name: the name of a mapped axis, or a sequence of names, as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       when: whether to compare, a boolean scalar, the same on all ranks.
-      impl: "ring" or "lax", as for `sync_gradients`.
 
     Returns:
       `tree`, with the same values.
@@ -307,13 +306,13 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True, impl: Impl
     Raises:
       jax.errors.JaxRuntimeError: when the program runs, if copies differ, in every process. It names the leaves and the
         ranks. As with any error of a step, its results do not exist, and what it was donated is gone.
-      ValueError: if the tree has no arrays, or shards of ZeRO, or `impl` is none of its choices.
+      ValueError: if the tree has no arrays, or shards of ZeRO.
       NotImplementedError: in a `shard_map` that leaves axes to the compiler.
       TypeError: if `when` is no boolean scalar, or a leaf is neither an array nor a number.
-      NameError: as `ring_psum`.
+      NameError: if no enclosing transformation binds the axis.
     """
     check_when("check_replicas", "when", when)
     check_arrays("check_replicas", "tree", tree)
     own = digests("check_replicas", tree, axis_name, when)
-    sums = implementation("check_replicas", impl).psum(own.table, axis_name)
+    sums = implementation().psum(own.table, axis_name)
     return after(tree, own.verdict(sums))

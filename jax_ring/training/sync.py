@@ -1,7 +1,7 @@
 """Sums of gradients over data-parallel ranks, by buckets."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
@@ -11,29 +11,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_named, num_ranks
+from jax_ring.collectives.quantized import quantized_psum
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.distributed.discovery import check_agreement
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
-from jax_ring.training.implementations import Impl, implementation
-from jax_ring.training.parameters import is_float0
-from jax_ring.training.quantized import merge, partition, reduce_in_blocks
+from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.trees import is_float0, merge, partition
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, wire_of
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 class ReductionOptions(TypedDict, total=False):
-    """Keyword arguments for reducing gradients; see `sync_gradients`."""
+    """How gradients are reduced: keyword arguments of `sync_gradients`, `value_and_grad` and others.
 
-    impl: Impl
+        options: jax_ring.ReductionOptions = {"wire": jnp.bfloat16, "bucket_bytes": 4 << 20}
+        grads = jax_ring.sync_gradients(grads, "data", **options)
+
+    Attributes:
+      bucket_bytes: the most bytes in a bucket, in the dtypes sent; a larger leaf has its own. By default 25 MiB.
+      first_bucket_bytes: the most in each dtype's first bucket, by default 1 MiB: a small one starts early.
+      wire: a floating-point dtype, to which wider floats and their sum are rounded; or "int8", for groups of 256
+        integers with a common scale. By default nothing is rounded. docs/compression.md has ranges, errors and bytes.
+      key: a random key, the same on all ranks and new in each step, for stochastic rounding with wire="int8". The
+        default is to nearest, ties to even.
+      overlap: whether GPUs run jax_ring's calls beside computation (docs/gpu.md), as they do by default. No effect on
+        results or CPU devices.
+      order: of addition: "rank", the default, "ring", "any" or "tree". `ring_psum` says what they are.
+    """
+
     bucket_bytes: int
     first_bucket_bytes: int
     wire: DTypeLike | None
-    wire_dtype: DTypeLike | None  # the same, by its first name
     key: jax.Array | None
     overlap: bool
     order: Order
@@ -49,14 +63,14 @@ class Reduced(NamedTuple):
 
 @dataclass(frozen=True)
 class Reduction:
-    """A public function's reduction: its name, for errors, and the options of `sync_gradients`.
+    """A public function's reduction: its name, for errors, and `ReductionOptions`.
 
-    after_last: whether what is computed from the sums comes after what the last leaf of `value` is computed from, such
-      as digests of parameters: if the update could overwrite these first, XLA would copy them in every step.
+    Attributes:
+      after_last: whether what is computed from the sums comes after what the last leaf of `value` is computed from,
+        such as digests of parameters: if the update could overwrite these first, XLA would copy them in every step.
     """
 
     function: str
-    impl: Impl = "ring"
     order: Order = "rank"
     wire: FloatWire | Int8Wire = UNCHANGED
     bucket_bytes: int = BUCKET_BYTES
@@ -79,23 +93,14 @@ class Reduction:
                 similar = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean {similar[0]!r}?" if similar else f"The options are {', '.join(known)}."
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}. {hint}")
-        wire, alias = options.get("wire"), options.get("wire_dtype")
-        if wire is not None and alias is not None:
-            raise TypeError(
-                f"{function}: wire={wire!r} and wire_dtype={alias!r} are two names of one argument; pass only wire"
-            )
-        name, dtype = ("wire", wire) if alias is None else ("wire_dtype", alias)
-        others: Any = {name: value for name, value in options.items() if name not in ("wire", "wire_dtype", "key")}
-        return cls(function, wire=wire_of(function, name, dtype, options.get("key")), **others)
+        wire = wire_of(function, "wire", options.get("wire"), options.get("key"))
+        others: Any = {name: value for name, value in options.items() if name not in ("wire", "key")}
+        return cls(function, wire=wire, **others)
 
     def __post_init__(self):
-        implementation(self.function, self.impl, self.overlap)
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"{self.function}: overlap must be True or False, got {self.overlap!r}")
         check_choice(self.function, "order", self.order, ORDERS)
-        if self.order in ("tree", "ring") and self.impl == "lax":
-            raise ValueError(
-                f"{self.function}: order={self.order!r} needs impl='ring', because the order of the sums of impl='lax' "
-                "is XLA's"
-            )
         if self.order in ("tree", "ring") and isinstance(self.wire, Int8Wire):
             raise ValueError(
                 f"{self.function}: order={self.order!r} cannot have wire='int8', whose blocks are added in rank order"
@@ -125,7 +130,7 @@ class Reduction:
             return self._reduce_shards(tree, axis_name, divisor, residual, value)
         wire = self.wire
         if isinstance(wire, Int8Wire):
-            return self._reduce_in_blocks(wire, tree, axis_name, divisor, residual, value)
+            return self._reduce_in_groups(wire, tree, axis_name, divisor, residual, value)
         numbers = _numbers(tree, tree)
         wanted = numbers if residual is None else jax.tree.map(jnp.add, numbers, _numbers(tree, residual))
         scales = jax.tree.map(lambda x: wire.scale_of(x, divisor, headroom or divisor), wanted)
@@ -146,20 +151,44 @@ class Reduction:
             residual = merge(unsent, residual)
         return Reduced(merge(received, float0), residual, value)
 
-    def _reduce_in_blocks(
+    def _reduce_in_groups(
         self, wire: Int8Wire, tree: Any, axis_name: AxisName, divisor: int, residual: Any, value: Any
     ) -> Reduced:
-        """`reduce` for wire="int8"; other leaves as without a wire."""
-        in_blocks = jax.tree.map(wire.takes, tree)
-        trees = [None if t is None else partition(t, in_blocks) for t in (tree, residual)]
-        (chosen, others), (chosen_residual, other_residual) = (pair or (None, None) for pair in trees)
+        """`reduce` for wire="int8": in scale groups, divided in float32; other leaves as without a wire.
+
+        A bucket's leaves are concatenated before they are cut, so groups may span leaves. Its bytes are those of codes.
+        """
+        is_chosen = jax.tree.map(wire.takes, tree)
+        chosen, others = partition(tree, is_chosen)
+        own_residual, other_residual = (None, None) if residual is None else partition(residual, is_chosen)
         rest = replace(self, wire=UNCHANGED).reduce(others, axis_name, divisor, residual=other_residual, value=value)
-        sums, errors = reduce_in_blocks(
-            self.function, wire, chosen, chosen_residual, axis_name, divisor, by_host=self.impl == "ring",
-            bucket_bytes=self.bucket_bytes, first_bucket_bytes=self.first_bucket_bytes,
-        )  # fmt: skip
-        new_residual = None if residual is None else merge(errors, rest.residual)
-        return Reduced(merge(sums, rest.tree), new_residual, rest.value)
+        likes, structure = jax.tree.flatten(chosen)
+        leaves, residuals = [x.astype(jnp.float32) for x in likes], jax.tree.leaves(own_residual)
+        if residual is not None:
+            leaves = [x + r.astype(jnp.float32) for x, r in zip(leaves, residuals, strict=True)]
+        codes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int8), chosen)
+        plan = plan_buckets(codes, self.bucket_bytes, self.first_bucket_bytes)
+        check_agreement(self.function, f"over {axis_name!r} in blocks\n{plan}\nfingerprint {plan.fingerprint}")
+        sums, errors = list(leaves), list(leaves)
+        packs = [pack for bucket in plan.buckets for pack in _of_one_type(bucket.leaves, leaves)]
+        for number, pack in enumerate(packs):
+            packed = jnp.concatenate([leaves[i].reshape(-1) for i in pack])
+            key = None if wire.key is None else jax.random.fold_in(wire.key, number)
+            total, error = quantized_psum(
+                self.function, packed, axis_name, key=key, by_host=not is_by_lax(), with_error=residual is not None
+            )
+            begin = 0
+            for i in pack:
+                part = slice(begin, begin := begin + leaves[i].size)
+                sums[i] = total[part].reshape(leaves[i].shape)
+                if error is not None:
+                    errors[i] = error[part].reshape(leaves[i].shape)
+        sums = [(s if divisor == 1 else s / divisor).astype(like.dtype) for s, like in zip(sums, likes, strict=True)]
+        reduced = merge(jax.tree.unflatten(structure, sums), rest.tree)
+        if residual is not None:
+            errors = [e.astype(r.dtype) for e, r in zip(errors, residuals, strict=True)]
+            residual = merge(jax.tree.unflatten(structure, errors), rest.residual)
+        return Reduced(reduced, residual, rest.value)
 
     def _reduce_shards(self, tree: ShardSums, axis_name: AxisName, divisor: int, residual: Any, value: Any) -> Reduced:
         """`reduce` along the tree: divided in the accumulator, rounded once."""
@@ -212,7 +241,7 @@ class Reduction:
 
     @property
     def _psum(self) -> Callable:
-        return implementation(self.function, self.impl, self.overlap, self.order).psum
+        return implementation(self.overlap, self.order).psum
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
         """Sums of leaves, with a psum per bucket of a tree of their results' types."""
@@ -255,14 +284,7 @@ def sync_gradients(
     axis_name: AxisName,
     *,
     mean: bool = True,
-    impl: Impl = "ring",
-    wire: DTypeLike | None = None,
-    wire_dtype: DTypeLike | None = None,
-    key: jax.Array | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    overlap: bool = True,
-    order: Order = "rank",
+    **options: Unpack[ReductionOptions],
 ) -> T:
     """The mean over the ranks of gradients that each has computed.
 
@@ -275,33 +297,21 @@ def sync_gradients(
       tree: a pytree of this rank's gradients, of the same structure, shapes and dtypes on all ranks, or a `ShardSums`,
         which is summed along the tree, divided in its accumulator, and rounded once. Gradients of integers (float0)
         come back unchanged.
-      axis_name: as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       mean: whether to divide by the number of ranks or shards.
-      impl: "ring" for jax_ring's collectives, "lax" for `jax.lax`'s.
-      wire: a floating-point dtype, to which wider floats and their sum are rounded; or "int8", for blocks of 256
-        integers with a common scale. docs/compression.md has ranges, errors and bytes.
-      wire_dtype: the older name of `wire`.
-      key: a random key, the same on all ranks and new in each step, for stochastic rounding with wire="int8". The
-        default is to nearest, ties to even.
-      bucket_bytes, first_bucket_bytes: as for `plan_buckets`, in the dtypes sent.
-      overlap: whether GPUs run jax_ring's calls beside computation (docs/gpu.md). No effect on results or CPU devices.
-      order: of addition, as for `ring_psum`.
+      **options: `ReductionOptions`.
 
     Returns:
       A pytree like `tree`, or like its terms, the same on all ranks.
 
     Raises:
       ValueError: with vma tracking, for a leaf that JAX has already summed; if processes' plans differ; for a `key`
-        with another wire, an order that `impl` or `wire` lacks, and a `wire` with more shards than ranks.
-      TypeError: if `wire` is neither "int8" nor a float with zero, sign and NaN, or is given by both names; if `key` is
-        no random key, or `overlap` no boolean.
-      Others: as `ring_psum`.
+        with another wire, an order that `wire` lacks, and a `wire` with more shards than ranks.
+      TypeError: if `wire` is neither "int8" nor a float with zero, sign and NaN; if `key` is no random key, or
+        `overlap` no boolean; for an unknown option.
+      NameError: if no enclosing transformation binds the axis.
+      jax.errors.JaxRuntimeError: at run time, if a rank does not arrive in time.
     """
-    options: ReductionOptions = {
-        "impl": impl, "wire": wire, "wire_dtype": wire_dtype, "key": key,
-        "bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "overlap": overlap,
-        "order": order,
-    }  # fmt: skip
     return Reduction.of("sync_gradients", options).synced(tree, axis_name, mean).tree
 
 
@@ -316,21 +326,21 @@ def sync_with_feedback(
     with `wire="int8"` only. docs/compression.md has large values, infinities and NaNs.
 
     Args:
-      tree: as for `sync_gradients`.
+      tree: a pytree of this rank's gradients, or a `ShardSums` with one shard per rank.
       residual: the previous step's second result, first zeros like the gradients. Ranks have different ones:
         `out_specs=P(axis_name)`.
-      axis_name, mean: as for `sync_gradients`.
-      **options: as for `sync_gradients`; `wire` is bfloat16 by default.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      mean: whether to divide by the number of ranks.
+      **options: `ReductionOptions`; `wire` is bfloat16 by default.
 
     Returns:
       The gradients and the residual for the next step, in their own dtypes.
 
     Raises:
       ValueError: if `residual` is no tree like the gradients.
-      Others: as `sync_gradients`.
+      ValueError, TypeError, NameError, jax.errors.JaxRuntimeError: where `sync_gradients` raises them.
     """
-    if not {"wire", "wire_dtype"} & {*options}:
-        options["wire"] = jnp.bfloat16
+    options.setdefault("wire", jnp.bfloat16)
     own, like = _tree_and_shapes(residual), _tree_and_shapes(tree)
     if own != like:
         raise ValueError(
@@ -368,3 +378,11 @@ def check_local(function: str, tree: Any, axis_name: AxisName) -> None:
                 "ranks. Use jax_ring.value_and_grad instead of jax.value_and_grad, or cast the parameters before "
                 f'differentiating: lax.pcast(params, {same_over}, to="varying").{_HINTS.get(function, "")}'
             )
+
+
+def _of_one_type(places: Sequence[int], leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """The places, by axes over which leaves vary: what is packed varies over all."""
+    packs: dict[frozenset, list[int]] = {}
+    for i in places:
+        packs.setdefault(_compat.varying_axes(leaves[i]), []).append(i)
+    return list(packs.values())

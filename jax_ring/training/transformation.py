@@ -51,21 +51,22 @@ def allreduce_gradients(
     decide whether to update, such as `optax.apply_if_finite`: around it, ranks would wait for each other.
 
     Args:
-      axis_name, mean: as for `sync_gradients`; so are the gradients, which may be a `ShardSums`.
-      **options: as for `sync_gradients`. A `key` is split in every step; the state holds the next. Without key and
+      axis_name: the name of a mapped axis, or a sequence of names.
+      mean: whether to divide by the number of ranks, or of shards if the gradients are a `ShardSums`.
+      **options: `ReductionOptions`. A `key` is split in every step; the state holds the next. Without key and
         `error_feedback` the state has no leaves.
-      error_feedback: whether to add the error of rounding to `wire` to the next step's gradients, as
+      error_feedback: whether to add the error of rounding to `wire` to the next step's gradients, by
         `sync_with_feedback`. The state then differs between ranks: it passes `shard_map` by `feedback_specs`, and
-        `init` is called inside, as with `optax.MultiSteps`.
+        `init` is called inside.
       check_replicas: steps between comparisons by `jax_ring.check_replicas`, from the first on. Needs the parameters:
         `optimizer.update(gradients, state, params)`.
 
     Raises:
       ImportError: without optax.
-      ValueError: for `error_feedback` without `wire`, or `check_replicas` not positive; from `update`, as
-        `sync_gradients`.
+      ValueError: for `error_feedback` without `wire`, or `check_replicas` not positive; from `update` for gradients
+        that `sync_gradients` refuses.
       TypeError: for an unknown option.
-      jax.errors.JaxRuntimeError: from a step whose parameters differ, as `check_replicas`.
+      jax.errors.JaxRuntimeError: from a step in which `check_replicas` finds a difference.
     """
     optax = _optax()
     name = "allreduce_gradients"

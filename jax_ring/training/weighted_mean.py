@@ -10,12 +10,12 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.options import check_arrays, promoted
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.training.implementations import implementation
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
-def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring") -> T:
+def weighted_pmean(x: T, weight: Any, axis_name: AxisName) -> T:
     """The weighted mean over the ranks: the sum of weight * x, over the sum of weight.
 
         mean = weighted_pmean(total / jnp.maximum(count, 1), count, "data")  # over all examples
@@ -28,16 +28,15 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName, *, impl: Impl = "ring
     Args:
       x: an array, or a pytree of arrays. Integers and booleans have float means; floats keep their dtype.
       weight: a real scalar, or an array that broadcasts to those of `x`; not negative. Zeros on all ranks give NaN.
-      axis_name: as for `ring_psum`.
-      impl: "ring" or "lax", as for `sync_gradients`.
+      axis_name: the name of a mapped axis, or a sequence of names.
 
     Raises:
       ValueError: for a constant `weight` of zero or less, or one of a larger shape than `x`.
       TypeError: for a `weight` that is no real number.
-      Others: as `ring_psum`.
+      NameError, ValueError, jax.errors.JaxRuntimeError: where `ring_psum` raises them.
     """
     check_named("weighted_pmean", axes_of(axis_name))
-    psum = implementation("weighted_pmean", impl).psum
+    psum = implementation().psum
     weight = _checked(weight)
     check_arrays("weighted_pmean", "x", x)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import zero
+from jax_ring.training.implementations import reduced_by
 
 pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
 
@@ -77,7 +78,7 @@ def test_what_is_traced_is_refused_as_by_jax(name):
 @pytest.mark.parametrize("impl", ["ring", "lax"])
 def test_parameters_are_sent_from_a_rank_that_exists(impl):
     with pytest.raises(ValueError, match=r"broadcast_params: root must be a rank of .*, that is 0 to 3, got 4"):
-        run(lambda x: jax_ring.broadcast_params(x, "i", root=4, impl=impl))
+        run(reduced_by(impl)(lambda x: jax_ring.broadcast_params(x, "i", root=4)))
 
 
 def test_a_source_is_called_source():

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import broadcast_params, ring_all_gather, ring_broadcast, ring_psum
+from jax_ring.training.implementations import reduced_by
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -48,7 +49,8 @@ def test_broadcast_params(impl, check_vma):
         return {"key": rank_keys, "w": data.astype(jnp.float32), "raw": data, "deep": [rank_keys[0]]}
 
     k = keys()
-    f = on_ranks(lambda k: broadcast_params(params(k), "i", root=ROOT, impl=impl), out_specs=P(), check_vma=check_vma)
+    sent = reduced_by(impl)(lambda k: broadcast_params(params(k), "i", root=ROOT))
+    f = on_ranks(sent, out_specs=P(), check_vma=check_vma)
     out, expected = f(k), params(k[ROOT])
     assert jax.tree.structure(out) == jax.tree.structure(expected)
     assert_same_keys(out["key"], expected["key"])

@@ -17,6 +17,7 @@ from timeline import COLLECTIVE, EXCHANGE, MAIN, products_beside, timeline
 
 from jax_ring import assume_hosts, explain, reduce_in_backward, ring_psum, sync_gradients, value_and_grad, zero
 from jax_ring.inspect.compiled import find_collectives
+from jax_ring.training.implementations import reduced_by
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 # In XLA of older versions the scheduler does not know that such a call takes time.
@@ -85,13 +86,14 @@ def gpt_compiled(gpt, mesh_of):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
     @functools.cache
-    def compile(unroll: int, **options) -> str:
+    def compile(unroll: int, impl="ring", **options) -> str:
         params = jax.eval_shape(lambda: gpt.init_params(jax.random.key(0), width=64, layers=2, context=32))
         optimizer = optax.sgd(0.1)
         step = gpt.make_train_step(mesh, optimizer, jnp.bfloat16, unroll=unroll, wire="bfloat16", **options)
         state = gpt.TrainState(params=params, opt_state=jax.eval_shape(optimizer.init, params))
         tokens = typed(jax.ShapeDtypeStruct((64, 33), jnp.int32), P("data"))
-        return step.lower(typed(state, P()), tokens).compile(compiler_options=OPTIONS).as_text()
+        with reduced_by(impl):
+            return step.lower(typed(state, P()), tokens).compile(compiler_options=OPTIONS).as_text()
 
     return compile
 

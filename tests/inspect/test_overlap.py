@@ -20,6 +20,7 @@ from jax_ring import (
     zero,
 )
 from jax_ring.inspect.compiled import find_collectives
+from jax_ring.training.implementations import reduced_by
 
 W, X = jnp.ones((8, 4)), jnp.ones((16, 8))
 
@@ -95,7 +96,7 @@ def test_calls_of_the_loss_are_not_concerned():
 
 
 def test_with_the_collectives_of_lax():
-    step = functools.partial(STEPS["value_and_grad"], impl="lax", overlap=True)
+    step = reduced_by("lax")(functools.partial(STEPS["value_and_grad"], overlap=True))
     assert options_of_calls(step) == []
 
 

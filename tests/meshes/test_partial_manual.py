@@ -28,6 +28,7 @@ from jax_ring import (
     ring_reduce,
     runtime,
 )
+from jax_ring.training.implementations import reduced_by
 
 X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 AUTO = AxisType.Auto
@@ -340,7 +341,7 @@ def test_gradients_stay_divided(impl, check_vma):
     weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in weights.items()}
     loss = lambda w, x: jnp.mean((jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]) ** 2)  # noqa: E731
     batch = rng.normal(size=(8, 8)).astype(np.float32)
-    step = lambda w, x: jax_ring.value_and_grad(loss, axis_name="dp", impl=impl)(w, x)  # noqa: E731
+    step = reduced_by(impl)(jax_ring.value_and_grad(loss, axis_name="dp"))
     f = partly(step, in_specs=(P(), P("dp")), out_specs=(P(), P()), check_vma=check_vma)
     args = {name: placed(w, specs[name]) for name, w in weights.items()}, placed(batch, P("dp"))
     value, gradients = f(*args)

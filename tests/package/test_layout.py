@@ -19,7 +19,7 @@ PACKAGE = pathlib.Path(jax_ring.__file__).parent
 
 # A module may import from its own package and from those of lower layers.
 LAYERS = [
-    {"_compat", "_fingerprint", "_ffi_cpu", "_ffi_cuda", "_cuda_kernels"},
+    {"_compat", "foreign_errors", "_fingerprint", "_ffi_cpu", "_ffi_cuda", "_cuda_kernels"},
     {"options", "runtime", "shard_tree"},
     {"launcher"},
     {"distributed"},
@@ -83,8 +83,8 @@ def test_private_names_of_jax_are_in_one_module():
 READ_BY_EXPRESSIONS = {
     "_compat.py": "names that JAX gives scopes, and the user's pattern for file names",
     "distributed/xla_timeouts.py": "XLA_FLAGS",
+    "foreign_errors.py": "errors of JAX, XLA and Gloo",
     "inspect/compiled.py": "compiled programs",
-    "launcher/foreign_errors.py": "errors of JAX, XLA and Gloo",
     "launcher/output.py": "the ends of lines of the processes",
     "runtime.py": "the number of a failure",
 }
@@ -116,7 +116,7 @@ def test_the_launcher_and_what_it_runs_do_not_need_jax():
         "import sys, runpy; before = {*sys.modules}; runpy.run_path(sys.argv[1]); "
         "print([name for name in {*sys.modules} - before if 'jax' in name])"
     )
-    for name in ("protocol.py", "worker.py", "coordinator/server.py"):
+    for name in ("protocol.py", "worker.py", "coordinator/server.py", "../foreign_errors.py"):
         program = [sys.executable, "-P", "-c", standard, str(launcher / name)]
         result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
         assert result.stdout.strip() == "[]", (name, result.stderr)

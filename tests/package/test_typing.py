@@ -56,12 +56,12 @@ def test_a_wrong_option_is_reported_by_the_public_function(function):
         )(jnp.ones(2))
     with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'bucket_byte'"):
         call(bucket_byte=1)
-    with pytest.raises(ValueError, match=rf"^{function}: impl must be one of 'ring', 'lax'; got 'nccl'"):
-        call(impl="nccl")
     with pytest.raises(
-        TypeError, match=rf"^{function}: wire_dtype must be a floating-point dtype or 'int8', got 'int16'"
+        ValueError, match=rf"^{function}: order must be one of 'rank', 'ring', 'any', 'tree'; got 'nccl'"
     ):
-        call(wire_dtype="int16")
+        call(order="nccl")
+    with pytest.raises(TypeError, match=rf"^{function}: wire must be a floating-point dtype or 'int8', got 'int16'"):
+        call(wire="int16")
     with pytest.raises(TypeError, match=rf"^{function}: bucket_bytes must be a whole number of bytes, got '3'"):
         call(bucket_bytes="3")
     with pytest.raises(ValueError, match=rf"^{function}: first_bucket_bytes must be positive, got 0"):
@@ -71,7 +71,7 @@ def test_a_wrong_option_is_reported_by_the_public_function(function):
 def test_a_similar_option_is_suggested():
     with pytest.raises(TypeError, match="Did you mean 'bucket_bytes'"):
         jax_ring.value_and_grad(loss, "i", bucket_byte=1)
-    with pytest.raises(TypeError, match="The options are impl, bucket_bytes, first_bucket_bytes, wire, wire_dtype"):
+    with pytest.raises(TypeError, match="The options are bucket_bytes, first_bucket_bytes, wire, key, overlap, order"):
         jax_ring.value_and_grad(loss, "i", lr=1)
 
 

@@ -28,9 +28,9 @@ copied: dict[str, jax.Array] = jax_ring.ring_pbroadcast(tree, "i", x)
 jax_ring.ring_ppermute(x, "i", [0, 1])  # refused: list-item
 jax_ring.ring_all_to_all(x, "i", 0)  # refused: call-arg
 jax_ring.ring_pbroadcast(x, "i", "0")  # refused: arg-type
-synced: dict[str, jax.Array] = sync_gradients(tree, "i", wire_dtype=jnp.bfloat16)
+synced: dict[str, jax.Array] = sync_gradients(tree, "i", wire=jnp.bfloat16)
 sent: dict[str, jax.Array] = sync_gradients(tree, "i", wire="bfloat16")
-copies: dict[str, jax.Array] = jax_ring.broadcast_params(tree, "i", root=1, impl="lax")
+copies: dict[str, jax.Array] = jax_ring.broadcast_params(tree, "i", root=1)
 number: int = ring_psum(x, "i")  # refused: assignment
 other: list[jax.Array] = ring_psum(tree, "i")  # refused: arg-type
 
@@ -40,7 +40,7 @@ ring_psum(x, "i", order="tree_order")  # refused: arg-type
 ring_pmax(x, "i", algorithm="fast")  # refused: arg-type
 ring_all_gather(x, "i", algorithm="ring")  # refused: call-arg
 ring_all_gather(x, "i", to="invariant")  # refused: arg-type
-sync_gradients(tree, "i", impl="nccl")  # refused: arg-type
+sync_gradients(tree, "i", order="nccl")  # refused: arg-type
 ring_psum(x, "i", algorithms="ring")  # refused: call-arg
 
 
@@ -50,7 +50,7 @@ def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
 
 # Options that are passed on.
 step: Callable[[dict[str, jax.Array], jax.Array], tuple[Any, Any]] = jax_ring.value_and_grad(
-    loss, "i", bucket_bytes=1 << 20, wire_dtype=jnp.bfloat16
+    loss, "i", bucket_bytes=1 << 20, wire=jnp.bfloat16
 )
 jax_ring.grad(loss, "i", wire=jnp.float16, allow_int=True, holomorphic=False)
 jax_ring.grad(loss, "i", wire=3)  # refused: arg-type
@@ -60,7 +60,7 @@ step(tree, x)
 step(x)  # refused: call-arg, arg-type
 jax_ring.value_and_grad(loss, "i")(tree)  # refused: call-arg
 jax_ring.value_and_grad(loss, "i", bucket_byte=1 << 20)  # refused: call-arg
-jax_ring.grad(loss, "i", impl="gloo")  # refused: arg-type
+jax_ring.grad(loss, "i", order="gloo")  # refused: arg-type
 jax_ring.reduce_in_backward(tree, "i", wire_dtyp=jnp.bfloat16)  # refused: call-arg
 jax_ring.allreduce_gradients("i", error_feedback=True, bucket_bytes="1 MiB")  # refused: arg-type
 jax_ring.sync_with_feedback(tree, tree, "i", first_bucket_byte=1)  # refused: call-arg

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import assert_replicated, broadcast_params
+from jax_ring.training.implementations import reduced_by
 
 RANKS = 4
 MESH = make_mesh((RANKS,))
@@ -30,9 +31,9 @@ def test_broadcast_params(root, impl, check_vma):
     params = {"w": values, "n": np.arange(RANKS * 2).reshape(RANKS, 2), "h": values.astype(jnp.bfloat16)}
 
     def body(params):
-        return broadcast_params(jax.tree.map(lambda x: x[0], params), "i", root=root, impl=impl)
+        return broadcast_params(jax.tree.map(lambda x: x[0], params), "i", root=root)
 
-    result = sharded(body, mesh=MESH, out_specs=REPLICATED, check_vma=check_vma)(params)
+    result = sharded(reduced_by(impl)(body), mesh=MESH, out_specs=REPLICATED, check_vma=check_vma)(params)
     assert_replicated(result)
     assert_same_bits(result, jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], params))
 

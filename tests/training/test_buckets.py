@@ -10,6 +10,7 @@ from tiers import vma_fixture
 
 from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
 from jax_ring.distributed import discovery
+from jax_ring.training.implementations import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
@@ -109,7 +110,7 @@ def test_bucket_size_does_not_change_bits(impl, check_vma):
     results, calls = [], []
     for size in (1, KIB, 1 << 20, 1 << 40):
         sizes = {"bucket_bytes": size, "first_bucket_bytes": size}
-        f = on_ranks(lambda g, sizes=sizes: sync_gradients(g, "i", impl=impl, **sizes), check_vma=check_vma)
+        f = on_ranks(reduced_by(impl)(lambda g, sizes=sizes: sync_gradients(g, "i", **sizes)), check_vma=check_vma)
         results.append(f(tree))
         calls.append(compiled_text(f, tree).count(f'"{TARGET}"'))
     for result in results[1:]:
@@ -121,7 +122,7 @@ def test_bucket_size_does_not_change_bits(impl, check_vma):
 def test_impls_agree(check_vma):
     tree = {name: values for name, values in gradients().items() if values.dtype == np.float32}
     ring, lax_ = (
-        on_ranks(lambda g, impl=impl: sync_gradients(g, "i", impl=impl), check_vma=check_vma)(tree)
+        on_ranks(reduced_by(impl)(lambda g: sync_gradients(g, "i")), check_vma=check_vma)(tree)
         for impl in ("ring", "lax")
     )
     assert_same_bits(ring, lax_)
@@ -156,9 +157,9 @@ def test_an_axis_of_one_rank(check_vma):
 # ---- Wire dtype and error feedback ----------------------------------------------------------------------------------
 
 
-def test_wire_dtype(check_vma):
+def test_wire(check_vma):
     tree = gradients()
-    synced = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16), check_vma=check_vma)(tree)
+    synced = on_ranks(lambda g: sync_gradients(g, "i", wire=jnp.bfloat16), check_vma=check_vma)(tree)
 
     def mean_of(values):
         return rank_fold(values.astype(jnp.bfloat16)).astype(values.dtype) / np.asarray(RANKS, values.dtype)
@@ -166,8 +167,8 @@ def test_wire_dtype(check_vma):
     assert_same_bits(synced, jax.tree.map(mean_of, tree))
 
 
-def test_buckets_are_sent_in_the_wire_dtype():
-    f = on_ranks(lambda g: sync_gradients(g, "i", wire_dtype=jnp.bfloat16))
+def test_buckets_are_sent_as_the_wire_says():
+    f = on_ranks(lambda g: sync_gradients(g, "i", wire=jnp.bfloat16))
     call = next(line for line in compiled_text(f, gradients()).splitlines() if f'"{TARGET}"' in line)
     assert "bf16[300]" in call
     assert "f32[" not in call
@@ -181,7 +182,7 @@ def test_feedback_compensates_rounding():
     def with_feedback(x):
         def step(residual, _):
             synced, residual = sync_with_feedback(x, residual, "i")
-            return residual, (synced, sync_gradients(x, "i", wire_dtype=jnp.bfloat16))
+            return residual, (synced, sync_gradients(x, "i", wire=jnp.bfloat16))
 
         return jax.lax.scan(step, jnp.zeros_like(x), None, steps)[1]
 
@@ -223,8 +224,8 @@ def test_summed_gradients_are_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"impl": "nccl"}, ValueError, "impl must be one of 'ring', 'lax'; got 'nccl'"),
-        ({"wire_dtype": jnp.int16}, TypeError, "wire_dtype must be a floating-point dtype or 'int8', got"),
+        ({"order": "nccl"}, ValueError, "order must be one of 'rank', 'ring', 'any', 'tree'; got 'nccl'"),
+        ({"wire": jnp.int16}, TypeError, "wire must be a floating-point dtype or 'int8', got"),
         ({"bucket_bytes": 0}, ValueError, "must be positive"),
     ],
 )

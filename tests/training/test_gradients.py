@@ -29,6 +29,7 @@ from jax_ring import (
     weighted_pmean,
     zero,
 )
+from jax_ring.training.implementations import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
@@ -97,7 +98,7 @@ def on_ranks(fun, check_vma, out_specs=REPLICATED, in_specs=(REPLICATED, SHARDED
 @functools.cache
 def plain(impl, check_vma, function=loss):
     """The HLO of value_and_grad(function), and its value and gradients."""
-    compiled = on_ranks(value_and_grad(function, "i", impl=impl), check_vma).lower(PARAMS, X).compile()
+    compiled = on_ranks(reduced_by(impl)(value_and_grad(function, "i")), check_vma).lower(PARAMS, X).compile()
     return without_paths(compiled.as_text()), compiled(PARAMS, X)
 
 
@@ -188,7 +189,7 @@ def test_unused_parameters_have_zero_gradients(check_vma):
 
 @pytest.mark.one_pair
 def test_the_value_is_not_rounded_for_the_wire(check_vma):
-    value, grads = on_ranks(value_and_grad(loss, "i", wire_dtype=jnp.bfloat16), check_vma)(PARAMS, X)
+    value, grads = on_ranks(value_and_grad(loss, "i", wire=jnp.bfloat16), check_vma)(PARAMS, X)
     assert_same_bits(value, plain("ring", check_vma)[1][0])
     chex.assert_trees_all_equal_dtypes(grads, PARAMS)
     assert_close(grads, of_one_device()[1], rtol=2**-7)
@@ -196,7 +197,7 @@ def test_the_value_is_not_rounded_for_the_wire(check_vma):
 
 REDUCTIONS = {
     "sync_gradients": lambda g: sync_gradients(g, "i"),
-    "sync_with_feedback": lambda g: sync_with_feedback(g, jax.tree.map(jnp.zeros_like, g), "i", wire_dtype=None)[0],
+    "sync_with_feedback": lambda g: sync_with_feedback(g, jax.tree.map(jnp.zeros_like, g), "i", wire=None)[0],
     "allreduce_gradients": lambda g: allreduce_gradients("i").update(g, optax.EmptyState())[0],
     "zero": lambda g: zero.sharded_optimizer(optax.sgd(-1.0), "i").update(g, optax.sgd(-1.0).init(g), g)[0],
 }
@@ -240,8 +241,8 @@ def test_pmean_after_plain_jax_grad(pmean, check_vma):
 def test_unknown_options_are_refused_at_once():
     with pytest.raises(TypeError, match="bucket_size"):
         value_and_grad(loss, "i", bucket_size=3)
-    with pytest.raises(ValueError, match="impl must be one of"):
-        grad(loss, "i", impl="mpi")
+    with pytest.raises(ValueError, match="order must be one of"):
+        grad(loss, "i", order="mpi")
 
 
 # ---- In the backward pass -------------------------------------------------------------------------------------------
@@ -253,8 +254,8 @@ def test_unknown_options_are_refused_at_once():
     ids=["unrolled", "scanned", "scanned-lax"],
 )
 def test_reduced_in_backward(function, impl, check_vma):
-    hooked = functools.partial(function, hook=lambda p: reduce_in_backward(p, "i", impl=impl))
-    f = on_ranks(value_and_grad(hooked, "i", impl=impl, reduced_in_backward=True), check_vma)
+    hooked = functools.partial(function, hook=lambda p: reduce_in_backward(p, "i"))
+    f = on_ranks(reduced_by(impl)(value_and_grad(hooked, "i", reduced_in_backward=True)), check_vma)
     assert_close(f(PARAMS, X), of_one_device_deep())
     assert_same_bits(f(PARAMS, X), plain("ring", check_vma, function)[1])
 
@@ -414,7 +415,7 @@ def test_error_feedback_in_optax(check_vma):
             sums.append(np.asarray(total, np.float64))
         return [np.abs(sums[n - 1] / n - exact).mean() / np.abs(exact).mean() for n in num_steps]
 
-    rounded = {"wire_dtype": jnp.bfloat16}
+    rounded = {"wire": jnp.bfloat16}
     assert mean_of_steps(1) == pytest.approx([5e-8], rel=0.2)
     assert mean_of_steps(1, steps, **rounded) == pytest.approx([2.2e-3, 2.2e-3], rel=0.05)
     assert mean_of_steps(1, 8, steps, error_feedback=True, **rounded) == pytest.approx(
@@ -434,8 +435,8 @@ def test_optax_is_needed_only_when_used():
 
 @pytest.mark.one_pair
 def test_allreduce_gradients_refuses_wrong_options():
-    with pytest.raises(ValueError, match="impl must be one of"):
-        allreduce_gradients("i", impl="mpi")
+    with pytest.raises(ValueError, match="order must be one of"):
+        allreduce_gradients("i", order="mpi")
     with pytest.raises(ValueError, match="error_feedback corrects the rounding to wire, and wire is None"):
         allreduce_gradients("i", error_feedback=True)
 
@@ -452,7 +453,7 @@ def test_weighted_mean_of_uneven_batches(check_vma):
     def masked(params, x, mask):
         losses = jax.vmap(lambda row: loss(params, row[None]))(x)
         local_mean = jnp.where(mask, losses, 0).sum() / mask.sum()  # NaN on rank 2
-        return weighted_pmean(local_mean, mask.sum(), "i", impl="ring" if check_vma else "lax")
+        return reduced_by("ring" if check_vma else "lax")(weighted_pmean)(local_mean, mask.sum(), "i")
 
     f = on_ranks(value_and_grad(masked, "i"), check_vma, in_specs=(P(), P("i"), P("i")))
     value, grads = f(PARAMS, X, mask)

@@ -338,7 +338,6 @@ def test_memory_grows_with_the_logarithm_of_the_number_of_shards():
         ({"num_shards": 8, "order": "rank"}, ValueError, "order='tree'; got order='rank'"),
         ({"num_shards": 8, "wire": jnp.bfloat16}, ValueError, "bfloat16 with 8 shards on 4 ranks.*num_shards=4"),
         ({"num_shards": 8, "wire": "int8"}, ValueError, "order='tree' cannot have wire='int8'"),
-        ({"num_shards": 8, "impl": "lax"}, ValueError, "order='tree' needs impl='ring'"),
         ({"num_shards": 8, "reduced_in_backward": True}, ValueError, "reduced_in_backward.*num_shards=4"),
         ({"num_shards": 8, "in_axes": None}, ValueError, "in_axes cuts no argument into shards"),
         ({"num_shards": 8, "in_axes": (0, 0)}, ValueError, "in_axes has 2 entries for the 1 arguments"),

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import vma_fixture
 
 from jax_ring import ring_psum, value_and_grad, weighted_pmean
+from jax_ring.training.implementations import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
@@ -18,11 +19,11 @@ MESH = make_mesh((RANKS,))
 COUNTS = np.array([8, 1, 0, 5])
 
 
-def mean(x, weights, check_vma=True, **options):
+def mean(x, weights, check_vma=True):
     """The weighted mean of rows of `x`, and the same from every rank."""
 
     def body(x, w):
-        out = weighted_pmean(jax.tree.map(lambda x: x[0], x), w[0], "i", **options)
+        out = weighted_pmean(jax.tree.map(lambda x: x[0], x), w[0], "i")
         return out, jax.tree.map(lambda x: jax.lax.pcast(x, "i", to="varying")[None] if check_vma else x[None], out)
 
     f = sharded(body, mesh=MESH, in_specs=P("i"), out_specs=(P(), P("i")), check_vma=check_vma)
@@ -52,7 +53,8 @@ def test_sums_that_the_dtypes_cannot_hold(name, value, weight, impl):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     x = np.array([[value], [value], [0], [value]], np.float32).astype(dtype)
     weights = np.array([96, 192, 0, 224]).astype(getattr(ml_dtypes, weight, weight))
-    out = mean(x, weights, impl=impl)
+    with reduced_by(impl):
+        out = mean(x, weights)
     assert out.dtype == dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), x[0].astype(np.float64), rtol=1e-6)
 
@@ -108,11 +110,11 @@ def losses(w, x):
     return jnp.tanh(x @ w) ** 2
 
 
-def gradient(local_mean, check_vma, **options):
+def gradient(local_mean, check_vma):
     def loss(w, x, mask):
-        return weighted_pmean(local_mean(w, x, mask), mask.sum(), "i", **options)
+        return weighted_pmean(local_mean(w, x, mask), mask.sum(), "i")
 
-    f = value_and_grad(loss, "i", **options)
+    f = value_and_grad(loss, "i")
     return sharded(f, mesh=MESH, in_specs=(P(), P("i"), P("i")), out_specs=P(), check_vma=check_vma)(W, X, FLOAT_MASK)
 
 
@@ -121,9 +123,8 @@ def gradient(local_mean, check_vma, **options):
 def test_the_documented_mean_over_the_examples(impl, check_vma):
     """A rank without examples has the mean 0 / 1."""
     expected = jax.value_and_grad(lambda w: losses(w, X[MASK]).mean())(W)
-    value, grads = gradient(
-        lambda w, x, mask: (losses(w, x) * mask).sum() / jnp.maximum(mask.sum(), 1), check_vma, impl=impl
-    )
+    with reduced_by(impl):
+        value, grads = gradient(lambda w, x, mask: (losses(w, x) * mask).sum() / jnp.maximum(mask.sum(), 1), check_vma)
     np.testing.assert_allclose(value, expected[0], rtol=1e-6)
     np.testing.assert_allclose(grads, expected[1], rtol=1e-5)
 

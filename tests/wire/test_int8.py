@@ -25,6 +25,7 @@ from jax_ring import (
     value_and_grad,
 )
 from jax_ring.collectives import int8_blocks as int8
+from jax_ring.training.implementations import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 
@@ -127,7 +128,7 @@ def expected_sum(values) -> np.ndarray:
 
 @pytest.mark.parametrize("impl", ["ring", "lax"])
 def test_sum(impl, check_vma):
-    f = sharded(synced(impl=impl), out_specs=P(), check_vma=check_vma)
+    f = sharded(reduced_by(impl)(synced()), out_specs=P(), check_vma=check_vma)
     assert_same_bits(f(VALUES), expected_sum(VALUES))
 
 
@@ -195,8 +196,8 @@ def test_stochastic_sum(check_vma):
     same = np.tile(VALUES[:1, :512], (RANKS, 1))
 
     def make(impl):
-        fun = lambda x, key: sync_gradients(x[0], "i", wire="int8", mean=False, impl=impl, key=key)  # noqa: E731
-        return sharded(fun, in_specs=(P("i"), P()), out_specs=P(), check_vma=check_vma)
+        fun = lambda x, key: sync_gradients(x[0], "i", wire="int8", mean=False, key=key)  # noqa: E731
+        return sharded(reduced_by(impl)(fun), in_specs=(P("i"), P()), out_specs=P(), check_vma=check_vma)
 
     run = make("ring")
     first = np.asarray(run(same, jax.random.key(0)))
@@ -445,8 +446,8 @@ def test_errors():
     x = jnp.ones(2)
     with pytest.raises(ValueError, match=re.escape("key is for stochastic rounding, which only wire='int8' has")):
         sync_gradients(x, "i", key=jax.random.key(0))
-    with pytest.raises(ValueError, match="and wire_dtype is 'bfloat16'"):
-        allreduce_gradients("i", wire_dtype="bfloat16", key=jax.random.key(0))
+    with pytest.raises(ValueError, match="and wire is 'bfloat16'"):
+        allreduce_gradients("i", wire="bfloat16", key=jax.random.key(0))
     for key in (3, jnp.ones(2), jax.random.split(jax.random.key(0))):
         with pytest.raises(TypeError, match="sync_gradients: key must be one random key"):
             sync_gradients(x, "i", wire="int8", key=key)
@@ -462,6 +463,6 @@ def test_errors():
 
 @pytest.mark.one_pair
 def test_its_other_names():
-    for options in ({"wire_dtype": jnp.int8}, {"wire": np.dtype("int8")}):
-        fun = lambda x, options=options: sync_gradients(x[0], "i", mean=False, **options)  # noqa: E731
+    for wire in (jnp.int8, np.dtype("int8")):
+        fun = lambda x, wire=wire: sync_gradients(x[0], "i", mean=False, wire=wire)  # noqa: E731
         assert_same_bits(sharded(fun, out_specs=P())(VALUES[:, :9]), expected_sum(VALUES[:, :9]))

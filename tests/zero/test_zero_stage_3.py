@@ -25,6 +25,7 @@ from jax_ring import (
     value_and_grad,
     zero,
 )
+from jax_ring.training.implementations import reduced_by
 
 SHARDS, STEPS = 6, 4
 RNG = np.random.default_rng(0)
@@ -127,7 +128,7 @@ def test_rank_order(impl):
     """Without num_shards the padding depends on the number of ranks, and the results are those of stage 2."""
     trained = {}
     for stage in (2, 3):
-        optimizer = zero.sharded_optimizer(optax.adamw(1e-2), "i", stage=stage, impl=impl)
+        optimizer = zero.sharded_optimizer(optax.adamw(1e-2), "i", stage=stage)
 
         def step(params, x, optimizer=optimizer, stage=stage):
             held = optimizer.shard(params) if stage == 3 else params
@@ -139,7 +140,7 @@ def test_rank_order(impl):
             return held
 
         specs = optimizer.param_specs(PARAMS) if stage == 3 else P()
-        trained[stage] = sharded(step, mesh=make_mesh((4,)), in_specs=(P(), P("i")), out_specs=specs)(
+        trained[stage] = sharded(reduced_by(impl)(step), mesh=make_mesh((4,)), in_specs=(P(), P("i")), out_specs=specs)(
             PARAMS, batches([0])[0][:8]
         )
     shards = trained[3]

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jax_ring import assert_replicated, check_replicas, value_and_grad, zero
+from jax_ring.training.implementations import reduced_by
 
 SHARDS, STEPS = 24, 4
 RNG = np.random.default_rng(0)
@@ -141,7 +142,7 @@ def test_lamb_in_rank_order(impl):
     params = {"w": PARAMS["w"][:4, :6], "s": PARAMS["s"], "n": np.arange(3, dtype=np.int32)}
     results = {}
     for stage in (2, 3):
-        optimizer = zero.sharded_optimizer(optax.lamb(0.1), "i", stage=stage, layout="parameter", impl=impl)
+        optimizer = zero.sharded_optimizer(optax.lamb(0.1), "i", stage=stage, layout="parameter")
 
         def step(params, x, optimizer=optimizer, stage=stage):
             held = optimizer.shard(params) if stage == 3 else params
@@ -153,7 +154,7 @@ def test_lamb_in_rank_order(impl):
             held = optax.apply_updates(held, updates)
             return optimizer.gather(held) if stage == 3 else held
 
-        mapped = sharded(step, mesh=make_mesh((4,)), in_specs=(P(), P("i")), out_specs=P())
+        mapped = sharded(reduced_by(impl)(step), mesh=make_mesh((4,)), in_specs=(P(), P("i")), out_specs=P())
         results[stage] = jax.device_get(mapped(params, np.arange(8, dtype=np.float32)))
     assert_same_bits(results[3]["n"], params["n"])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), results[3], results[2])

@@ -133,7 +133,7 @@ class Audited:
         return lax.cond(lax.axis_index(self.axes) == self.drawn.auditor, compute, self.none)
 
     def of_all_parts(self, digests: jax.Array) -> jax.Array:
-        """The same on all ranks of the other axes, so that all of them fail if one part differs."""
+        """The sum over the other axes, so that all of their ranks fail if one part differs."""
         return ring_psum(digests, self.others) if self.others else digests
 
     def finished(self, own: jax.Array, like: Sequence) -> Findings:

@@ -20,9 +20,9 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
 from jax_ring.lowering.transposed import without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
-from jax_ring.training.parameters import floats, is_inexact, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
+from jax_ring.training.trees import floats, is_inexact, with_float0
 
 
 def block_sum(
@@ -39,7 +39,7 @@ def block_sum(
     Args:
       f: a function of a block and the inputs, to a pytree of arrays. It may ask for `block_index()`, may not
         communicate over the axis, and gets traced arrays of floats as arguments, not by closure.
-      axis_name: as for `ring_psum`.
+      axis_name: the name of a mapped axis, or a sequence of names.
       num_blocks: B, of all ranks together. Take one that all numbers of ranks of your meshes divide.
       remat: whether the backward pass computes all of `f` again. If not, the results of its matrix products and
         convolutions are kept per block: more memory, and less time where blocks are large. Bits of gradients may
@@ -81,13 +81,18 @@ def block_max(f: Callable[[Any, Any], Any], axis_name: AxisName) -> Callable[[An
     For a softmax over a divided vocabulary: subtract the maximum, and take block_sum of the exponentials.
 
     Args:
-      f, axis_name: as for `block_sum`.
+      f: a function of a block and the inputs, to a pytree of arrays. It may ask for `block_index()`, and may not
+        communicate over the axis.
+      axis_name: the name of a mapped axis, or a sequence of names.
 
     Returns:
-      A function of (blocks, inputs), as `block_sum` does. Results are constants to differentiation.
+      A function of (blocks, inputs), two pytrees. Leaves of blocks have a first dimension for the rank's blocks; inputs
+        and the maximum are the same on all ranks. Results are constants to differentiation.
 
     Raises:
-      As `block_sum`, but `f` may close over anything.
+      ValueError: if a leaf has another number of blocks, an input varies over the axis, or `f` communicates over it.
+      TypeError: if `f` returns anything but arrays of numbers.
+      NameError: if the axis is not bound.
     """
     check_function("block_max", "f", f)
     check_axis_name("block_max", axis_name)
@@ -187,7 +192,6 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
 
     f: (block, inputs, closed_over) -> (what stays, what is added). What is closed over has none.
     """
-    found: dict[str, Any] = {}
 
     def applied(blocks, inputs, closed_over):
         return where.summed(lambda block, inputs: f(block, inputs, closed_over), blocks, inputs)
@@ -196,16 +200,24 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
         both = block, inputs
         return jax.vjp(lambda xs: f(*_with_floats(both, xs), closed_over), floats(both))
 
+    def form_of_pullback(*arguments):
+        """A pullback's structure, and by leaf its place among the leaves of the arguments, None for others.
+
+        Forward and backward pass trace for it, apart, and so agree. The structure is no residual: it has a jaxpr, and
+        JAX wants residuals of equal structures where it traces a forward pass twice.
+        """
+        closed, types = jax.make_jaxpr(lambda *args: pullback_of(*args)[1], return_shape=True)(*arguments)
+        place_of = {id(x): i for i, x in enumerate(closed.jaxpr.invars)}
+        return jax.tree.structure(types), [place_of.get(id(x)) for x in closed.jaxpr.outvars]
+
     def forward(blocks, inputs, closed_over):
         if remat:
             return call(blocks, inputs, closed_over), (blocks, inputs, closed_over)
 
         def with_residuals(block, inputs, closed_over):
             (own, summed), pullback = pullback_of(block, inputs, closed_over)
-            known = {id(x): i for i, x in enumerate(jax.tree.leaves((block, inputs)))}
-            leaves, structure = jax.tree.flatten(pullback)
-            found["pullback"] = structure, [known.get(id(x)) for x in leaves]
-            return (own, [x for x in leaves if id(x) not in known]), summed
+            _, places = form_of_pullback(block, inputs, closed_over)
+            return (own, [x for x, i in zip(jax.tree.leaves(pullback), places, strict=True) if i is None]), summed
 
         (own, kept), sums = _differentiable(where, with_residuals, blocks, inputs, closed_over, True)
         return (own, sums), (blocks, inputs, closed_over, kept)
@@ -219,8 +231,8 @@ def _differentiable(where: _Blocks, f: Callable, blocks: Any, inputs: Any, close
             if remat:
                 _, pullback = pullback_of(block, inputs, closed_over)
             else:
-                structure, places = found["pullback"]
-                known, rest = jax.tree.leaves((block, inputs)), iter(kept[0])
+                structure, places = form_of_pullback(block, inputs, closed_over)
+                known, rest = jax.tree.leaves((block, inputs, closed_over)), iter(kept[0])
                 pullback = jax.tree.unflatten(structure, [next(rest) if i is None else known[i] for i in places])
             (of_floats,) = pullback((of_own, of_sums))
             count = len(floats(block))

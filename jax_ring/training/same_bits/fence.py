@@ -22,7 +22,7 @@ T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
 
 def fence(tree: T, after: jax.Array | None = None) -> T:
-    """The same values, the floats among them stored in memory before they are used.
+    """A tree whose floats are stored in memory before they are used; no value changes.
 
     Needed where a collective over one rank is no operation.
 
@@ -60,7 +60,7 @@ def plus_one(count: jax.Array) -> jax.Array:
 
 
 def behind_barriers(values: Sequence) -> list:
-    """The same values, behind one barrier for each set of axes over which some of them vary.
+    """The values behind one barrier for each set of axes over which some of them vary.
 
     Behind a single one all would vary over the same axes.
     """

@@ -1,8 +1,12 @@
-"""A rank's blocks or shards, computed in turn by one compiled body, whatever the number of ranks; sums go along the
-tree.
+"""Parts: a rank's shards or blocks, computed in turn by one compiled body, whatever the number of ranks.
+
+Sums go along the tree. A function of a part can ask for its index: `shard_index`, `block_index`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +20,73 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import bits_of_keys, counted, own_copy
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
-from jax_ring.options import check_arrays, path_text
-from jax_ring.training.same_bits.evaluation import evaluate
+from jax_ring.options import check_arrays, path_text, setting
+from jax_ring.training.same_bits.evaluation import evaluate, with_rules
 from jax_ring.training.same_bits.fence import fence, first_element, plus_one
-from jax_ring.training.same_bits.indices import BLOCK, SHARD, TracedIndex
-from jax_ring.training.same_bits.rules import with_rules
+
+_numbers = itertools.count(1)
+
+
+class TracedIndex:
+    """An index with a value while a function is traced.
+
+    JAX's caches know the value by a number, so a jitted layer is traced again for another. Instances are made at
+    import: JAX allows no new user context while other threads trace.
+    """
+
+    def __init__(self, name: str):
+        self._index: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(name, default=None)
+        self._number = jax.make_user_context(0)
+
+    @contextlib.contextmanager
+    def set(self, index: jax.Array) -> Iterator[None]:
+        with setting(self._index, index), self._number(next(_numbers)):
+            yield
+
+    def get(self, missing: str) -> jax.Array:
+        """The value, or a NameError with this text."""
+        index = self._index.get()
+        if index is None:
+            raise NameError(missing)
+        return index
+
+
+SHARD = TracedIndex("shard")
+BLOCK = TracedIndex("block")
+
+
+def shard_index() -> jax.Array:
+    """The index of the current shard among those of all ranks: an int32 scalar.
+
+    For the function of `value_and_grad(..., num_shards=V)`, which runs once per shard. A random key from it does not
+    depend on the number of ranks:
+
+        key = jax.random.fold_in(key, jax_ring.shard_index())
+
+    Raises:
+      NameError: outside of such a function.
+    """
+    return SHARD.get(
+        "shard_index: there is no shard here. It has a value in a function that jax_ring.value_and_grad or grad "
+        "differentiates with num_shards=V. Pass num_shards to it, or use jax.lax.axis_index for the rank."
+    )
+
+
+def block_index() -> jax.Array:
+    """The index of the current block among those of all ranks: an int32 scalar.
+
+        first = jax_ring.block_index() * len(block)  # the row of the whole table where the block begins
+
+    For the function of `block_sum` and `block_max`, which runs once per block.
+
+    Raises:
+      NameError: outside of such a function.
+    """
+    return BLOCK.get(
+        "block_index: there is no block here. It has a value in a function that jax_ring.block_sum or block_max runs "
+        "for each block. Use jax.lax.axis_index for the rank."
+    )
+
 
 _INDICES: dict[str, TracedIndex] = {"block": BLOCK, "shard": SHARD}
 

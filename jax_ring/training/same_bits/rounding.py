@@ -15,9 +15,8 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.options import promoted
-from jax_ring.training.same_bits.evaluation import Known, evaluate
+from jax_ring.training.same_bits.evaluation import Known, evaluate, with_rules
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.same_bits.rules import with_rules
 
 
 def each_rounded(f: Callable, *trees: Any) -> Any:

@@ -14,14 +14,13 @@ from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys
 from jax_ring.collectives.shard_sums import ShardSums, TermStack
 from jax_ring.options import check_arrays
-from jax_ring.training.parameters import is_float0
+from jax_ring.training.accumulation import check_in_axes, dimensions_of_cuts
 from jax_ring.training.same_bits.audit import Audit, Audited, Findings
-from jax_ring.training.same_bits.cuts import check_in_axes, dimensions_of_cuts
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.same_bits.indices import SHARD
-from jax_ring.training.same_bits.parts import hidden_one, in_turn, sealed
+from jax_ring.training.same_bits.parts import SHARD, hidden_one, in_turn, sealed
 from jax_ring.training.sentinel import Digests, after
 from jax_ring.training.sync import Reduction, ReductionOptions
+from jax_ring.training.trees import is_float0
 from jax_ring.training.wire import UNCHANGED
 
 

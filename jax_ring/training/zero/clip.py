@@ -1,30 +1,116 @@
-"""Clipping by the norm of the whole gradient, which a sharded optimizer divides over the ranks."""
+"""Clipping by the norm of the whole gradient, which a sharded optimizer divides over the ranks.
+
+The sharded optimizer around it tells the norm in which order to add, and of what. With order="tree" squares are summed
+in tiles of fixed size, so that the bits do not depend on how an array is cut between tiles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
 
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_axis_name, check_named
-from jax_ring.options import Order, array_or_none, path_text, promoted
-from jax_ring.training.implementations import Impl, implementation
+from jax_ring.options import ORDERS, Order, array_or_none, check_choice, path_text, promoted, setting
+from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.zero.block_sums import block_sums, sum_of_blocks
-from jax_ring.training.zero.given_norms import norm_here, order_here
-from jax_ring.training.zero.interface import check_order
+from jax_ring.training.zero.interface import padded
 from jax_ring.training.zero.vectors import flat
 
 if TYPE_CHECKING:
     import optax
 
+# (leaves, axis_name, order) -> their norm.
+Norm = Callable[[list[jax.Array], AxisName, Order], jax.Array]
+
+# Stands for the norm over the ranks of `axes` in an update that is analyzed, or computed in parts.
+NORM = Primitive("norm")
+NORM.def_abstract_eval(lambda *leaves, axes, order, dtype: jax.core.ShapedArray((), dtype))
+
+# What gives a norm; None where it is that of the parts that ranks have.
+_norm: ContextVar[Norm | None] = ContextVar("norm", default=None)
+_order: ContextVar[Order | None] = ContextVar("order", default=None)
+
+
+def as_equation(leaves: list[jax.Array], axis_name: AxisName, order: Order) -> jax.Array:
+    """The norm as a `NORM`. What is traced with it cannot be computed."""
+    # Of complex leaves: that of their absolute values.
+    dtype = jnp.finfo(promoted(jnp.float32, *(x.dtype for x in leaves))).dtype
+    return NORM.bind(*leaves, axes=axes_of(axis_name), order=order, dtype=dtype)
+
+
+def norm_given_by(norm: Norm) -> contextlib.AbstractContextManager[None]:
+    """For the time of tracing an update: what gives its norms, unless the block around this one does."""
+    return setting(_norm, _norm.get() or norm)
+
+
+def order_given(order: Order) -> contextlib.AbstractContextManager[None]:
+    """For the time of tracing an update: the order in which the sharded optimizer around it adds gradients."""
+    return setting(_order, order)
+
+
+def _order_here(order: Order | None) -> Order:
+    """The order of a norm: the argument, or by default that of the sharded optimizer around it.
+
+    Raises:
+      ValueError: for a norm along the tree in an optimizer with another order.
+    """
+    around = _order.get()
+    if order == "tree" and around not in (None, "tree"):
+        raise ValueError(
+            f"clip_by_global_norm has order='tree', within a sharded_optimizer with order={around!r}, whose ranks hold "
+            "parts that depend on their number. Pass order='tree' to sharded_optimizer, too."
+        )
+    return order or around or "rank"
+
+
+# Elements in a tile. With order="tree" a rank's part of an array begins and ends between tiles.
+TILE = 1024
+
+# Factors of a tile's size, for its fold, and the factor for the sums of tiles. Each is one loop over written-out
+# additions: a reduction of XLA adds in an order that depends on the shape.
+_FACTORS = (8, 8, 16)
+_FACTOR = 16
+
+
+def up_to_tiles(size: int) -> int:
+    """The smallest multiple of `TILE` that is not smaller than a number of elements."""
+    return -(-size // TILE) * TILE
+
+
+def tile_sums(x: jax.Array) -> jax.Array:
+    """The sum of the squares of each tile of an array, flattened and filled up with zeros, in float32 or wider."""
+    vector = padded(jnp.ravel(x), TILE)
+    wide = jnp.abs(vector) if jnp.iscomplexobj(vector) else vector
+    sums = wide.astype(promoted(wide.dtype, jnp.float32))
+    for i, factor in enumerate(_FACTORS):
+        rows = sums.reshape(vector.size // TILE, -1)
+        width = rows.shape[1] // factor
+        parts = [rows[:, j * width : (j + 1) * width] for j in range(factor)]
+        sums = fence(reduce(add, map(jnp.square, parts) if i == 0 else parts))
+    return sums.reshape(-1)
+
+
+def sum_of_tiles(sums: jax.Array) -> jax.Array:
+    """The sum of a vector along a tree that zeros at its end do not change."""
+    while sums.size > 1:
+        sums = jnp.pad(sums, (0, -sums.size % _FACTOR)).reshape(-1, _FACTOR)
+        sums = fence(reduce(add, [sums[:, j] for j in range(_FACTOR)]))
+    return sums.reshape(())
+
 
 def clip_by_global_norm(
-    max_norm: float, axis_name: AxisName, *, impl: Impl = "ring", order: Order | None = None
+    max_norm: float, axis_name: AxisName, *, order: Order | None = None
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for a sharded optimizer: `optax.chain(clip_by_global_norm(...), adam)`.
 
@@ -37,40 +123,40 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest norm that is not clipped.
-      axis_name, impl: as for `sharded_optimizer`.
-      order: of the sum over the ranks, as for `sharded_optimizer`; by default the order of the sharded optimizer around
-        it, or "rank". With "tree" squares are added in blocks of 1024 elements and then along a fixed tree of blocks,
-        so that the norm does not depend on the number of ranks. Parts must then begin at multiples of 1024 elements, as
-        those of a `sharded_optimizer` with order="tree" do.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      order: of the sum over the ranks: "rank", "ring", "any" or "tree" (`ring_psum` says what they are); by default the
+        order of the sharded optimizer around it, or "rank". With "tree" squares are added in tiles of 1024 elements and
+        then along a fixed tree of tiles, so that the norm does not depend on the number of ranks. Parts must then begin
+        at multiples of 1024 elements, as those of a `sharded_optimizer` with order="tree" do.
 
     Returns:
       An optax `GradientTransformation`.
 
     Raises:
       TypeError: if `max_norm` is not a real number.
-      ValueError: if it is negative or NaN; if `impl` or `order` is none of its choices, or if they contradict each
-        other; from `update`, if the sharded optimizer around it has another order than "tree" and this one has not, and
-        with vma tracking, if gradients are the same on all ranks.
+      ValueError: if it is negative or NaN; if `order` is none of its choices; from `update`, if this order is "tree"
+        and that of the sharded optimizer around it is not, and with vma tracking, if gradients are the same on all
+        ranks.
       NameError: from `update`, if an axis is not bound.
     """
     import optax
 
     check_axis_name("clip_by_global_norm", axis_name)
-    check_order("clip_by_global_norm", impl, "rank" if order is None else order)
+    check_choice("clip_by_global_norm", "order", "rank" if order is None else order, ORDERS)
     _check_max_norm(max_norm)
 
     def update(updates, params):
         del params
         leaves = jax.tree.leaves(updates)
-        chosen = order_here(order)
-        if (given := norm_here()) is not None:
-            norm = given(leaves, axis_name, impl, chosen)
+        chosen = _order_here(order)
+        if (given := _norm.get()) is not None:
+            norm = given(leaves, axis_name, chosen)
         else:
             _check_cut(updates, axis_name)
             if chosen == "tree":
-                norm = jnp.sqrt(_sum_in_blocks(leaves, axis_name))
+                norm = jnp.sqrt(_sum_in_tiles(leaves, axis_name))
             else:
-                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, impl, chosen))
+                norm = jnp.sqrt(sum_over_ranks(sum_of_squares(leaves), axis_name, chosen))
 
         def clip(g):
             wide = g.astype(promoted(g.dtype, jnp.float32))
@@ -100,18 +186,15 @@ def sum_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     return sum((jnp.sum(jnp.square(x)) for x in wide), jnp.zeros((), jnp.float32))
 
 
-def sum_over_ranks(x: jax.Array, axis_name: AxisName, impl: Impl, order: Order) -> jax.Array:
+def sum_over_ranks(x: jax.Array, axis_name: AxisName, order: Order) -> jax.Array:
     """The sum of a scalar of each rank."""
-    if impl == "ring":
-        return ring_psum(x, axis_name, order=order)
-    return implementation("clip_by_global_norm", impl).psum(x, axis_name)
+    return lax.psum(x, axis_name) if is_by_lax() else ring_psum(x, axis_name, order=order)
 
 
-def _sum_in_blocks(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
-    """The sum of the squares of leaves that are cut between blocks: for each along the tree of its blocks."""
-    gather = implementation("clip_by_global_norm", "ring").all_gather
-    sums = gather([block_sums(x) for x in leaves], axis_name)
-    return sum(map(sum_of_blocks, fence(sums)), jnp.zeros((), jnp.float32))
+def _sum_in_tiles(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
+    """The sum of the squares of leaves that are cut between tiles: for each along the tree of its tiles."""
+    sums = implementation().all_gather([tile_sums(x) for x in leaves], axis_name)
+    return sum(map(sum_of_tiles, fence(sums)), jnp.zeros((), jnp.float32))
 
 
 def norm_of_whole(like: Any, leaves: Sequence[jax.Array], *_: Any) -> jax.Array:
@@ -129,7 +212,7 @@ def norm_of_whole(like: Any, leaves: Sequence[jax.Array], *_: Any) -> jax.Array:
     @jax.custom_jvp
     def total(leaves):
         vectors = jax.tree.leaves(flat(leaves, like, 1))
-        return sum((sum_of_blocks(block_sums(x)) for x in vectors), jnp.zeros((), jnp.float32))
+        return sum((sum_of_tiles(tile_sums(x)) for x in vectors), jnp.zeros((), jnp.float32))
 
     # Fences have no reverse mode.
     total.defjvp(lambda leaves, tangents: (total(*leaves), jax.jvp(sum_of_squares, leaves, tangents)[1]))

@@ -14,12 +14,11 @@ from jax.sharding import PartitionSpec
 
 from jax_ring.collectives.axes import AxisName
 from jax_ring.options import path_text
-from jax_ring.training.parameters import is_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
-from jax_ring.training.zero import wires
-from jax_ring.training.zero.analysis.elementwise import ElementwiseCheck
-from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.trees import is_float0
+from jax_ring.training.zero.clip import order_given
+from jax_ring.training.zero.elementwise import ElementwiseCheck
 from jax_ring.training.zero.interface import (
     ShardedOptimizer,
     Stage,
@@ -32,7 +31,7 @@ from jax_ring.training.zero.interface import (
     padded,
     vary,
 )
-from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+from jax_ring.training.zero.reduction import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import (
     Shapes,
     ShardedParams,
@@ -153,7 +152,7 @@ def _from_all_ranks(updates: Any, own: Any, lacking: Any, params: Any, reduction
 
 def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
     """The whole parameters, on every rank."""
-    params = unflat(wires.gathered(shards.vectors, reduction), shards.like)
+    params = unflat(reduction.gathered(shards.vectors), shards.like)
     return fence(params) if reduction.is_tree else params
 
 

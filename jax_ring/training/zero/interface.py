@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.launcher import foreign_errors
-from jax_ring.options import ORDERS, Order, check_choice, integer, path_text, path_texts
-from jax_ring.training.implementations import Impl
+from jax_ring.options import integer, path_text, path_texts
 
 Stage = Literal[1, 2, 3]
 
@@ -59,17 +57,6 @@ class ShardedOptimizer(NamedTuple):
     shard: Callable[[Any], Any] = _for_stage_3
     gather: Callable[[Any], Any] = _for_stage_3
     param_specs: Callable[[Any], Any] = _for_stage_3
-
-
-def check_order(function: str, impl: Impl, order: Order) -> None:
-    """Raises ValueError unless `order` is a choice, and `impl` has collectives that follow it."""
-    check_choice(function, "impl", impl, get_args(Impl))
-    check_choice(function, "order", order, ORDERS)
-    if impl == "lax" and order in ("tree", "ring"):
-        raise ValueError(
-            f"{function}: the collectives of jax.lax add in an order of their own; with order={order!r} pass "
-            "impl='ring', the default"
-        )
 
 
 def check_num_ranks(num_ranks: Any) -> int:

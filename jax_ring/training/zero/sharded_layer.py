@@ -14,14 +14,13 @@ from jax.typing import DTypeLike
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import check_function, integer
-from jax_ring.training.parameters import is_float0, with_float0
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
+from jax_ring.training.trees import is_float0, with_float0
 from jax_ring.training.wire import wire_of
-from jax_ring.training.zero import wires
 from jax_ring.training.zero.flat import checked_shards, gathered
 from jax_ring.training.zero.interface import varying_type
-from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+from jax_ring.training.zero.reduction import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
 
@@ -50,9 +49,10 @@ def sharded_layer(
       f: a function of whole parameters and the inputs of a shard. Returns a pytree of arrays. May ask for
         `shard_index()`, may not communicate over the axis, and gets traced arrays of floats as arguments, not by
         closure.
-      axis_name: as for `sharded_optimizer`.
-      num_shards: V, as for the optimizer.
-      param_wire: as for `sharded_optimizer`. Gradients are those with respect to the rounded parameters.
+      axis_name: the name of a mapped axis, or a sequence of names.
+      num_shards: V, the number of shards of the batch that the optimizer has, too.
+      param_wire: a floating-point dtype, or "int8", to which parameters are rounded to be gathered. Gradients are with
+        respect to the rounded parameters.
 
     Returns:
       A function of (shards, inputs). shards: what `shard` of a `sharded_optimizer` with stage=3, order="tree" and this
@@ -114,7 +114,7 @@ class _Shards(Parts):
         return found
 
     def types_of(self, shards: ShardedParams) -> Any:
-        """Those of whole parameters, which vary over all axes of `varying`."""
+        """The types of whole parameters, which vary over all axes of `varying`."""
         return jax.tree.map(lambda x: varying_type(x, self.varying), shards.like)
 
     def gathered(self, shards: ShardedParams, after: Any) -> Any:
@@ -135,12 +135,12 @@ class _Shards(Parts):
         def step(both, numbered):
             vectors, carry = both
             following, x = numbered
-            following = wires.gathered(of_layer(following).vectors, self.reduction)  # does not depend on results of `f`
+            following = self.reduction.gathered(of_layer(following).vectors)  # does not depend on results of `f`
             carry, y = f(fence(unflat(vectors, shards.like)), carry, x, following)
             return (following, carry), y
 
         following = np.append(order[1:], order[-1]).astype(np.int32)[:: -1 if reverse else 1]
-        first = wires.gathered(_fenced(of_layer(order[0]), carry).vectors, self.reduction)
+        first = self.reduction.gathered(_fenced(of_layer(order[0]), carry).vectors)
         (_, carry), ys = lax.scan(step, (first, carry), (following, given), reverse=reverse)
         return carry, ys
 
@@ -168,7 +168,10 @@ def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any
 
 
 def _one_after_the_other(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any, Any], Any]:
-    """The same for stacked shards, with `f` as for `_differentiable`. The inputs of each layer are kept."""
+    """Layers with stacked shards, one after the other. The inputs of each are kept.
+
+    f: ((index, inputs of a shard), parameters, closed_over) -> results.
+    """
 
     @jax.custom_vjp
     def layers(shards, inputs, closed_over):

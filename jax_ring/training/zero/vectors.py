@@ -25,7 +25,7 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, params: Any) -> Shapes:
-        """Those of a tree of arrays or of their types."""
+        """From a tree of arrays or of their types."""
         check_arrays("sharded_optimizer", "the parameters", params)
         leaves, structure = jax.tree.flatten(params)
         return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))

@@ -15,16 +15,12 @@ from jax.sharding import PartitionSpec
 from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.zero import wires
-from jax_ring.training.zero.analysis import slicing
-from jax_ring.training.zero.block_sums import BLOCK
-from jax_ring.training.zero.by_parameter.norm import norm_over_ranks
-from jax_ring.training.zero.by_parameter.plan import Blocks
-from jax_ring.training.zero.by_parameter.shards import ParameterShards, check_shards
-from jax_ring.training.zero.by_parameter.state import ParameterState, Plan, plan_state
+from jax_ring.training.zero.by_parameter import slicing
+from jax_ring.training.zero.by_parameter.pieces import Packing, ParameterShards, check_shards
+from jax_ring.training.zero.by_parameter.plan import ParameterState, Plan, plan_state
 from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate, trace_update
-from jax_ring.training.zero.by_parameter.update import OwnInputs, on_each_rank
-from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.zero.by_parameter.update import OwnInputs, norm_over_ranks, on_each_rank
+from jax_ring.training.zero.clip import TILE, order_given
 from jax_ring.training.zero.interface import (
     ShardedOptimizer,
     Stage,
@@ -33,7 +29,7 @@ from jax_ring.training.zero.interface import (
     on_all_devices,
     varying_type,
 )
-from jax_ring.training.zero.local_gradients import LocalGradients, Reduction
+from jax_ring.training.zero.reduction import LocalGradients, Reduction
 from jax_ring.training.zero.vectors import Shapes
 
 if TYPE_CHECKING:
@@ -79,16 +75,16 @@ class _Layout:
         return self.stage == 3
 
     def plan(self, params: Any, num_ranks: int) -> Plan:
-        """That for parameters, or for shards of them."""
+        """The plan for parameters, or for shards of them."""
         shapes = params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)
         if (key := (shapes, num_ranks)) not in self.plans:
-            block = BLOCK if self.reduction.is_tree else 1
+            multiple = TILE if self.reduction.is_tree else 1
             with order_given(self.reduction.order):
-                self.plans[key] = plan_state(self.tx, shapes, num_ranks, self.axis_name, block, self.divided)
+                self.plans[key] = plan_state(self.tx, shapes, num_ranks, self.axis_name, multiple, self.divided)
         return self.plans[key]
 
     def separated(self, tree: Any) -> Any:
-        """The same values, in programs of their own if their bits must not depend on the number of ranks."""
+        """`tree`, in a program of its own if its bits must not depend on the number of ranks."""
         return fence(tree) if self.reduction.is_tree else tree
 
     def checked(self, shards: Any) -> dict[str, Any]:
@@ -113,7 +109,7 @@ class _Layout:
         return ParameterShards({name: x[None] for name, x in own.items()}, plan.division)
 
     def gather(self, shards):
-        vectors = wires.gathered(self.checked(shards), self.reduction)
+        vectors = self.reduction.gathered(self.checked(shards))
         return self.separated(shards.unpacked(vectors, self.reduction.num_ranks))
 
     def init(self, params):
@@ -148,20 +144,20 @@ class _Layout:
             gradients = gradients_of(rank)
             return replace(common, pieces=pieces, gradients=gradients, states=states, own_params=own_params)
 
-        common = self.with_norms(OwnInputs(traced, shared, all_params, plan.in_blocks), plan, inputs_of)
+        common = self.with_norms(OwnInputs(traced, shared, all_params, plan.in_tiles), plan, inputs_of)
         # Updates of shards are packed as the parameters are, whatever their own dtypes.
         names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if self.divided else None
-        blocks = Blocks(traced.update_types, plan.params.ranks, names)
+        packed = Packing(traced.update_types, plan.params.ranks, names)
 
         def on_rank(rank):
             updates, states = inputs_of(common, rank).updates(local.has_gradient)
-            return blocks.pack(rank, updates), plan.state.pack(rank, states)
+            return packed.pack(rank, updates), plan.state.pack(rank, states)
 
         updates, own = on_each_rank(on_rank, plan, self.axis_name)
         if self.divided:
             updates = ParameterShards({name: x[None] for name, x in updates.items()}, plan.division)
         else:
-            whole = blocks.unpack_all(self.reduction.collectives.all_gather(updates, self.axis_name))
+            whole = packed.unpack_all(self.reduction.collectives.all_gather(updates, self.axis_name))
             updates = jax.tree.unflatten(jax.tree.structure(params), [whole[i] for i in range(traced.num_leaves)])
         shared = self.separated(common.compute_shared([traced.num_leaves + k for k in plan.shared]))
         return updates, plan.pack_state(shared, own)
@@ -183,11 +179,11 @@ class _Layout:
             synced = local.synced([x.dtype for x in local.types])
             means = [own_copy(jnp.reshape(x, -1), self.axis_name) for x in synced]
             return lambda rank: [means[leaf][start:stop] for leaf, start, stop in plan.params.ranks[rank]]
-        blocks = Blocks(local.sent_types, plan.params.ranks)
-        sums = local.scattered_sums(blocks.pack_all)
+        packed = Packing(local.sent_types, plan.params.ranks)
+        sums = local.scattered_sums(packed.pack_all)
         return lambda rank: [
             local.mean(x, local.types[piece.leaf].dtype)
-            for x, piece in zip(blocks.unpack(rank, sums), plan.params.ranks[rank], strict=True)
+            for x, piece in zip(packed.unpack(rank, sums), plan.params.ranks[rank], strict=True)
         ]
 
     def with_norms(self, common: OwnInputs, plan: Plan, inputs_of: Callable[[OwnInputs, int], OwnInputs]) -> OwnInputs:
@@ -223,8 +219,8 @@ class _Layout:
         num_ranks = check_num_ranks(num_ranks)
         whole, plan = self.whole_arrays(state, params), self.plan(params, num_ranks)
 
-        def packed(blocks, arrays):
-            return {name: jnp.reshape(x, (num_ranks, -1)) for name, x in blocks.pack_all(arrays).items()}
+        def packed(packing, arrays):
+            return {name: jnp.reshape(x, (num_ranks, -1)) for name, x in packing.pack_all(arrays).items()}
 
         state = ParameterState(state.shared, packed(plan.state, [whole.get(k) for k in range(len(plan.owners))]))
         if not self.divided:

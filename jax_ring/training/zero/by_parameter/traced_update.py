@@ -12,16 +12,14 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of
-from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order, path_texts
-from jax_ring.training.implementations import Impl
 from jax_ring.training.same_bits.evaluation import evaluate
 from jax_ring.training.same_bits.rounding import each_rounded
-from jax_ring.training.zero.analysis import slicing
-from jax_ring.training.zero.analysis.data_flow import dependences, place_of
-from jax_ring.training.zero.given_norms import NORM, as_equation, norm_given_by
+from jax_ring.training.zero.by_parameter import slicing
+from jax_ring.training.zero.clip import NORM, as_equation, norm_given_by
+from jax_ring.training.zero.data_flow import dependences, place_of
 from jax_ring.training.zero.interface import refuse_further_arguments
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ class NormRequest(NamedTuple):
     """A norm that `zero.clip_by_global_norm` asks for, of which outputs of the traced update, and how to add."""
 
     leaves: range
-    impl: Impl
     order: Order
     dtype: Any
 
@@ -64,7 +61,7 @@ class TracedUpdate:
     scalars: core.ClosedJaxpr | None = None
 
     def with_scalars_apart(self) -> TracedUpdate:
-        """The same, with inputs for shared scalars, such as a learning rate.
+        """This update, with inputs for shared scalars, such as a learning rate.
 
         Compiled within an update, they might be part of its loops, depending on the rank's other parameters, and so on
         the number of ranks.
@@ -82,7 +79,15 @@ class TracedUpdate:
         outputs = range(len(self.scalars.out_avals))
         return each_rounded(partial(slicing.compute, self.scalars, outputs), self.inputs({}, shared, norms=norms))
 
-    def inputs(self, known: dict[int, Any], shared: dict[int, Any], *, params=(), norms=(), scalars=()) -> list:
+    def inputs(
+        self,
+        known: dict[int, Any],
+        shared: dict[int, Any],
+        *,
+        params: Sequence = (),
+        norms: Sequence = (),
+        scalars: Sequence = (),
+    ) -> list:
         """The jaxpr's inputs, those `known` by index, `shared` ones by that of the state's leaf; None if unknown."""
         first_norm = self.first_param + self.num_leaves
         first_scalar = first_norm + len(self.norms)
@@ -113,7 +118,7 @@ class TracedUpdate:
         return self.closed.out_avals[: self.num_leaves]
 
     def state_after(self, state: Any) -> Any:
-        """The state's types after the update; shared ones as in `state`."""
+        """The state's types after the update; shared ones keep those of `state`."""
         after = self.closed.out_avals[self.num_leaves : self.first_param]
         leaves = [
             x if owner is None or x.shape != new.shape else jax.ShapeDtypeStruct(new.shape, new.dtype)
@@ -220,7 +225,7 @@ def _with_norms_apart(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, tuple
     outputs, requests = [*jaxpr.outvars], []
     for eqn in norms:
         leaves = range(len(outputs), len(outputs) + len(eqn.invars))
-        requests.append(NormRequest(leaves, eqn.params["impl"], eqn.params["order"], eqn.params["dtype"]))
+        requests.append(NormRequest(leaves, eqn.params["order"], eqn.params["dtype"]))
         outputs += eqn.invars
     rest = [eqn for eqn in jaxpr.eqns if eqn.primitive is not NORM]
     jaxpr = jaxpr.replace(eqns=rest, invars=[*jaxpr.invars, *(eqn.outvars[0] for eqn in norms)], outvars=outputs)

@@ -1,6 +1,6 @@
 """Texts of errors of JAX, XLA, Gloo and Python, which tell them apart.
 
-`worker.py` loads this file by path, without the package.
+`launcher/worker.py` loads this file by path, without the package.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 MEMBER_GONE = re.compile(
     r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
 )
-# The same, but this process did nothing wrong.
+# One of these by which another process is to blame.
 OF_ANOTHER = re.compile(r"Gloo|Connection closed by peer|distributed service detected fatal errors")
 # One of XLA's collectives between CPU processes has failed.
 OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")

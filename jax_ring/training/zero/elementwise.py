@@ -9,16 +9,13 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from jax_ring import _compat
+from jax_ring import _compat, foreign_errors
 from jax_ring.collectives.axes import AxisName, axes_of, check_named
-from jax_ring.launcher import foreign_errors
 from jax_ring.options import Order
-from jax_ring.training.zero.analysis.cuts import SIZE, Cut
-from jax_ring.training.zero.analysis.expressions import Expressions
-from jax_ring.training.zero.analysis.optax_parts import name_of, parts_of
-from jax_ring.training.zero.analysis.traced import Traced
-from jax_ring.training.zero.given_norms import order_given
+from jax_ring.training.zero.clip import order_given
+from jax_ring.training.zero.data_flow import SIZE, Cut, Expressions
 from jax_ring.training.zero.interface import by_dtype, refuse_further_arguments
+from jax_ring.training.zero.traced import Traced, name_of, parts_of
 from jax_ring.training.zero.vectors import Shapes, map_sharded
 
 # By `update`: the axes over which the optimizer was found to be elementwise.

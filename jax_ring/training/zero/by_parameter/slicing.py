@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.training.same_bits.evaluation import called
-from jax_ring.training.zero.analysis.data_flow import ELEMENTWISE
+from jax_ring.training.zero.data_flow import ELEMENTWISE
 
 
 class NotElementwise(Exception):
@@ -61,7 +61,7 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
 
 
 def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
-    """As `compute`, for some elements of flattened outputs of one shape; the filling has no meaning.
+    """Some elements of flattened outputs of one shape, filled up to a size; the filling has no meaning.
 
     Inputs may be filled `Piece`s. Raises NotElementwise if an equation needs more than a piece.
     """

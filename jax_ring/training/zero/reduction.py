@@ -1,4 +1,8 @@
-"""The gradients that a sharded optimizer gets: arrays, or partial sums of shards, to be added over the ranks."""
+"""What a sharded optimizer sends: gradients to be added over the ranks, and parameters to be gathered.
+
+Scale groups of 8 bits follow ZeRO++ (Wang et al., 2023). Gradients are rounded once, by their rank: the part that a
+rank gets is a sum in float32.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import promoted
 from jax_ring.training import sync
 from jax_ring.training.implementations import Implementation, implementation
-from jax_ring.training.parameters import is_float0
+from jax_ring.training.same_bits.fence import fence
+from jax_ring.training.same_bits.rounding import each_rounded
+from jax_ring.training.trees import is_float0
 from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
-from jax_ring.training.zero import wires
-from jax_ring.training.zero.block_sums import BLOCK
-from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree
+from jax_ring.training.zero.clip import TILE
+from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree, padded
 from jax_ring.training.zero.vectors import flat, own_part
 
 
@@ -46,7 +52,7 @@ class Reduction(sync.Reduction):
 
     @property
     def collectives(self) -> Implementation:
-        return implementation(self.function, self.impl, self.overlap, self.order)
+        return implementation(self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
         """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
@@ -56,11 +62,51 @@ class Reduction(sync.Reduction):
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if self.num_shards is not None:
             num_ranks = check_divisible("sharded_optimizer", self.num_shards, num_ranks)
-        return num_ranks * BLOCK if self.is_tree else num_ranks
+        return num_ranks * TILE if self.is_tree else num_ranks
 
-    def sums_of_parts(self, vectors: Any) -> Any:
-        """This rank's part of the sums of vectors over the ranks."""
-        return self.collectives.psum_scatter(vectors, self.axis_name)
+    def scattered(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """This rank's part of the sums of vectors over the ranks, rounded to `wire`; in the vectors' dtypes."""
+        wire, count = self.wire, self.num_ranks
+
+        def in_groups(x):
+            packets = int8.encode(_in_groups(x.reshape(count, -1)))
+            total = int8.fold(self.collectives.all_to_all(packets, self.axis_name, 0, 0))
+            return total.reshape(-1)[: x.size // count].astype(x.dtype)
+
+        chosen = {name: in_groups(x) for name, x in vectors.items() if _takes(wire, x)}
+        rest = {name: x for name, x in vectors.items() if name not in chosen}
+        floats = UNCHANGED if isinstance(wire, Int8Wire) else wire
+        scales = {name: floats.scale_of(x, count, count) for name, x in rest.items()}
+        sent = {name: floats.sent(x, scales[name]) for name, x in rest.items()}
+        sums = self.collectives.psum_scatter(sent, self.axis_name)
+        return chosen | {name: floats.received(sums[name], x, scales[name], 1) for name, x in rest.items()}
+
+    def gathered(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The parts of all ranks, one after the other along the last dimension, as `param_wire` brings them."""
+        wire, axis_name, gather = self.param_wire, self.axis_name, self.collectives.all_gather
+
+        def floats(x):
+            sent = x if isinstance(wire, Int8Wire) else wire.sent(x, 1)
+            # Without a fence the compiler may leave out a rounding on one rank, where nothing is sent.
+            sent = fence(sent) if self.is_tree and sent.dtype != x.dtype else sent
+            return gather(sent, axis_name, axis=x.ndim - 1).astype(x.dtype)
+
+        def in_groups(x):
+            packets = each_rounded(int8.encode, _in_groups(x)) if self.is_tree else int8.encode(_in_groups(x))
+            everyones = gather(packets, axis_name, axis=x.ndim - 1)
+            parts = int8.decode(everyones).reshape(*x.shape[:-1], self.num_ranks, -1)
+            return parts[..., : x.shape[-1]].reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+        return {name: in_groups(x) if _takes(wire, x) else floats(x) for name, x in vectors.items()}
+
+
+def _takes(wire: FloatWire | Int8Wire, x: jax.Array) -> bool:
+    return isinstance(wire, Int8Wire) and wire.takes(x)
+
+
+def _in_groups(x: jax.Array) -> jax.Array:
+    """float32[..., scale groups, 256], from the last dimension."""
+    return padded(x.astype(jnp.float32), int8.BLOCK).reshape(*x.shape[:-1], -1, int8.BLOCK)
 
 
 class LocalGradients(NamedTuple):
@@ -118,8 +164,9 @@ class LocalGradients(NamedTuple):
         # Leaves of a ShardSums have a first dimension for terms.
         vectors = pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
         if self.reduction.wire != UNCHANGED:
-            return wires.scattered(vectors, self.reduction)
-        return self.reduction.sums_of_parts(self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors)))
+            return self.reduction.scattered(vectors)
+        sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
+        return self.reduction.collectives.psum_scatter(sums, self.reduction.axis_name)
 
     def parts(self, params: Any, *, stage: Stage = 2, mean: bool = True) -> dict[str, Any]:
         """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters.

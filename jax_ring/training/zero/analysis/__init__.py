@@ -1,1 +1,0 @@
-"""What an optimizer computes, as far as its layout must know."""
