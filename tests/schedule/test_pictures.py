@@ -39,11 +39,7 @@ def test_the_animated_states_are_those_of_a_ring():
     assert complete == [[0] * 4, [0] * 4, [0] * 4, [1] * 4, [2] * 4, [3] * 4, [4] * 4]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", full_but(schedule.ALGORITHMS, ["ring"]))
-=======
-@pytest.mark.parametrize("name", schedules.ALGORITHMS)
->>>>>>> public
+@pytest.mark.parametrize("name", full_but(schedules.ALGORITHMS, ["ring"]))
 def test_diagrams(name, tmp_path, capsys):
     files = tmp_path / "1.svg", tmp_path / "2.svg"
     for file in files:
