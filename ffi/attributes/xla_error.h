@@ -16,7 +16,7 @@ inline xla::ffi::Error error_of(const CallFailure& failure) {
   return xla::ffi::Error(static_cast<xla::ffi::ErrorCode>(failure.code), failure.message());
 }
 
-// The same for an error without further details.
+// An error without further details.
 inline xla::ffi::Error new_error(ErrorCode code, std::string text) {
   return error_of(*numbered(CallFailure::of(CallFailure::Kind::other, std::move(text), code)));
 }

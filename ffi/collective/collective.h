@@ -166,9 +166,9 @@ JAX_RING_INLINE Part part_of(const Plan& plan, int num_ranks, size_t count, size
 // Whether the sources of a part are terms of a tree. Collectives that only move data have ranks as sources.
 JAX_RING_INLINE bool folds_along_tree(const Plan& plan) { return plan.order == Order::tree && !only_moves(plan); }
 
-// The same with Order::tree. An operand has one slot of `count` elements for each of the tree's slots. A reduce-scatter
-// in a group without all ranks has one result per root of the tree; `num_results` is the largest number of roots in any
-// group.
+// The number of parts, also with Order::tree. An operand has one slot of `count` elements for each of the tree's slots.
+// A reduce-scatter in a group without all ranks has one result per root of the tree; `num_results` is the largest
+// number of roots in any group.
 inline int num_parts(const Plan& plan, int num_ranks, const Tree* /*tree*/, int num_results) {
   const bool scatters = plan.collective == Collective::reduce_scatter;
   return folds_along_tree(plan) && scatters ? num_ranks * num_results : num_parts(plan, num_ranks);

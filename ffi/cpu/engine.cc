@@ -20,7 +20,7 @@ constexpr size_t kCacheLine = 64;
 constexpr size_t kChunkBytes = 128 << 10;
 // Below this many bytes read and written, waking another thread costs more than it saves.
 constexpr size_t kParallelBytes = 2 << 20;
-// The same for ranks that wait in their calls, and so are awake already.
+// These limits for ranks that wait in their calls, and so are awake already.
 constexpr size_t kAwakeParallelBytes = 512 << 10;
 constexpr size_t kAwakeChunkBytes = 64 << 10;
 // Above this many bytes, over all ranks, results would evict each other from the caches. Write them with streaming

@@ -47,7 +47,7 @@ struct Message {
 // run. Terminates the process if the little memory for bookkeeping cannot be allocated: the ranks would wait forever.
 void run_collective(RendezvousPtr rendezvous, const Message& message, Workers& workers) noexcept;
 
-// The same on another thread, which may take its time, so that the caller's rank goes on with its next call.
+// Does so on another thread, which may take its time, so that the caller's rank goes on with its next call.
 void run_collective_beside(RendezvousPtr rendezvous, const Message& message) noexcept;
 
 }  // namespace jax_ring::cpu

@@ -31,7 +31,7 @@ JAX_RING_TEAM_CALL void poison(const Endpoint& self, const Message& message, con
   }
 }
 
-// The same along a tree: there, a reduce-scatter may have several results.
+// Poisons the results along a tree: there, a reduce-scatter may have several.
 template <class Team>
 JAX_RING_TEAM_CALL void poison_results(const Endpoint& self, const Message& message, int num_results, int cta,
                                        Team team) {

@@ -80,7 +80,7 @@ JAX_RING_TEAM bool check_headers(const Endpoint& self, const Message& message, i
   return ok;
 }
 
-// The same value, but the compiler does not know that it never changes. So it computes dependent values where they are
+// The value, but the compiler does not know that it never changes. So it computes dependent values where they are
 // needed, and not ahead of a loop, where they would occupy registers all along.
 JAX_RING_TEAM uint32_t unknown(uint32_t value) {
 #if defined(__CUDACC__)
@@ -127,7 +127,7 @@ JAX_RING_TEAM bool receive(const Endpoint& self, int first, uint32_t place, int 
   return await(self, is_ready, Step::one_shot, missing, epoch, cta);
 }
 
-// The same for the pieces of some terms of a tree, at one place of the result: part `part` of their packs.
+// Receives the pieces of some terms of a tree, at one place of the result: part `part` of their packs.
 template <class Element>
 JAX_RING_TEAM bool receive_terms(const Endpoint& self, const TreeProgram& program, int first, int part, uint32_t place,
                                  uint32_t packs_per_slot, int cta, uint32_t epoch, Pieces<Element>* terms) {
@@ -195,7 +195,7 @@ JAX_RING_TEAM bool exchange(const Endpoint& self, const Message& message, PackRa
   return ok;
 }
 
-// The same along a tree, where a rank sends its packs to itself as well.
+// Exchanges along a tree, where a rank sends its packs to itself as well.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM bool exchange(const Endpoint& self, const Message& message, PackRange range, int cta, Team team,
                             uint32_t epoch, Op op, const TreeTerms& terms) {

@@ -319,7 +319,7 @@ JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op 
       });
 }
 
-// The same along a tree, for each result of a reduce-scatter.
+// Folds along a tree, and sends each result of a reduce-scatter.
 template <class Element, class Op, class Team>
 JAX_RING_TEAM void fold_and_send(const Worker<Team>& worker, uint32_t round, Op op, const TreeTerms& terms) {
   const Roles& roles = worker.roles;

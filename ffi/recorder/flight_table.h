@@ -16,14 +16,14 @@ namespace jax_ring::flight {
 // now: nanoseconds of the steady clock.
 std::string table_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);
 
-// The same by mesh position, for this process alone.
+// The last ten calls by mesh position, for this process alone.
 std::string table_of_ranks();
 
 // A sentence about each process's last call, for errors: " Last calls: ...". Empty if nothing is known.
 std::string last_calls_of_processes(const std::vector<Snapshot>& snapshots, int64_t now);
 
-// The same for ranks of a group within this process that neither have arrived in `entry` nor wait elsewhere: the error
-// says that already.
+// Such a sentence about ranks of a group within this process that neither have arrived in `entry` nor wait elsewhere:
+// the error says that already.
 std::string last_calls_of_missing_ranks(const Entry& entry);
 
 // Of this process and its peers: by process if there are several, else by rank.

@@ -99,7 +99,7 @@ def no_namesake(function: str) -> Callable:
 
 
 def counted(leaf: jax.Array) -> jax.Array:
-    """A leaf, with booleans as int32: what lax.psum makes of them."""
+    """The leaf, with booleans as int32, as `lax.psum` counts them."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 

@@ -132,7 +132,7 @@ class RendezvousMap {
   // different number of operands from earlier ones.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
-  // The same for a group's only rank in this process: the rendezvous is complete at once. used: a cleared rendezvous,
+  // `arrive` for a group's only rank in this process: the rendezvous is complete at once. used: a cleared rendezvous,
   // for its memory; null if there is none.
   RendezvousPtr arrive_alone(int64_t run_id, int64_t partition, Participant&& participant, RendezvousPtr used);
 

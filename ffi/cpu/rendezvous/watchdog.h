@@ -59,7 +59,7 @@ class Watchdog {
 
   // The failure of this execution; null if there is none.
   CallFailurePtr failure(int64_t run_id) const;
-  // The same for an execution in which a rank makes this map's call.
+  // The failure of an execution in which a rank makes this map's call; null if there is none.
   CallFailurePtr failure(int64_t run_id, RendezvousMap* rendezvous_map);
 
  private:

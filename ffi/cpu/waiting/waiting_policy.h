@@ -38,7 +38,7 @@ class WaitingPolicy {
   // groups make the same calls.
   Waiting next(int64_t run_id, SteadyClock::time_point now, bool is_counted, bool may_use_pool);
 
-  // The same for one arriving rank; empty if it does not wait.
+  // How one arriving rank waits; empty if it does not.
   std::optional<WaitingRank::Terms> terms(const Waiting& waiting, const CallingThread& thread);
 
  private:

@@ -13,7 +13,7 @@ namespace jax_ring::gpu {
 XLA_FFI_Error* collective_instantiate(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_initialize(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* collective_execute(XLA_FFI_CallFrame* call_frame);
-// The same for calls that XLA must not record in a CUDA graph. A graph has no streams: calls of one lane, ordered by
+// The stage of calls that XLA must not record in a CUDA graph. A graph has no streams: calls of one lane, ordered by
 // their stream, could run at the same time.
 XLA_FFI_Error* collective_execute_unrecorded(XLA_FFI_CallFrame* call_frame);
 

@@ -20,7 +20,7 @@ struct CallSite {
   std::optional<Algorithm> algorithm;  // none: the thresholds select one
   int lane = 0;                        // of the mailboxes; calls that may run concurrently need different lanes
 
-  // The same on all ranks, and very likely different for a different call.
+  // Equal on all ranks, and very likely different for a different call.
   uint32_t fingerprint() const;
 };
 

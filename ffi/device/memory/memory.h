@@ -29,7 +29,7 @@ JAX_RING_TEAM uint64_t take(uint64_t* turn, bool ordered) {
 JAX_RING_TEAM void give_back(uint64_t* turn) {
   DeviceAtomic<uint64_t>(*turn).fetch_and(~Progress::kBusy, cuda::memory_order_release);
 }
-// The same without order, with this epoch.
+// Gives the turn back without order, with this epoch.
 JAX_RING_TEAM void give_back(uint64_t* turn, uint32_t epoch) {
   DeviceAtomic<uint64_t>(*turn).store(epoch, cuda::memory_order_relaxed);
 }

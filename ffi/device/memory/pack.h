@@ -218,8 +218,8 @@ JAX_RING_TEAM void for_each_small_pack(const Message& message, const Walk& walk,
   });
 }
 
-// The same for messages of any size. Nearly all packs of a large message are in walks within one operand, which need no
-// search per pack. Loading the code for both takes some tenths of a microsecond.
+// Visits the packs of messages of any size. Nearly all packs of a large message are in walks within one operand, which
+// need no search per pack. Loading the code for both takes some tenths of a microsecond.
 template <int kInFlight, class Walk, class Team, class Load, class Store>
 JAX_RING_TEAM void for_each_pack(const Message& message, const Walk& walk, Team team, Load load, Store store) {
   if (walk.packs().size() == 0) return;

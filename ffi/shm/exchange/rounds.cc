@@ -58,7 +58,7 @@ void Rounds::begin(const cpu::Message& message, bool one_shot, const Capacity& c
   partition_operand();
   publishes_results_ =
       std::any_of(parts_.begin(), parts_.end(), [&](const Owned& owned) { return publishes_result(owned); });
-  // The same for all operands: their parts differ only in size.
+  // One size for all operands: their parts differ only in size.
   chunk_ = chunk_bytes() / cpu::element_size(message.dtype);
 }
 

@@ -31,7 +31,7 @@ class Sources {
   // Counts around the ring.
   const Source& operator[](int i) const { return all_[i < size() ? i : i - size()]; }
 
-  // The same part with this class's sources instead of terms.
+  // A part with this class's sources instead of terms.
   Part convert(Part part) const;
   // How many sources of a converted part belong to a process.
   int num_in(int process, const Part& part) const;

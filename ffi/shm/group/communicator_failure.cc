@@ -172,7 +172,7 @@ CallFailure Communicator::failure_by(int process) const {
   return found;
 }
 
-// The same for a process that has left. how: its announcement.
+// The failure by a process that has left. how: its announcement.
 CallFailure Communicator::failure_by(int process, const CallFailure& how) const {
   CallFailure found = how;
   found.text = "P" + name_of(process).substr(1) + " " + predicate_of(how) + ".";

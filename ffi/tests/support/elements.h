@@ -74,7 +74,7 @@ class SmallFloatReference {
 
   bool is_nan(uint32_t code) const;
   double decode(uint32_t code) const;
-  // The same from a table, for loops over many elements.
+  // A decoded value from a table, for loops over many elements.
   float decoded(uint32_t code) const { return decoded_[code]; }
 
   // The value of the code as if every code were finite; `code` may be one past the last one.

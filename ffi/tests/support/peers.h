@@ -129,7 +129,7 @@ using TeamFunction = void (*)(const Endpoint&, const Message&, const Plan&, int 
 // The code for an element type, an operation and an algorithm, as in the GPU's table of kernels.
 TeamFunction team_function(DType dtype, Op op, Algorithm algorithm);
 
-// The same for a sum along a tree.
+// The code for a sum along a tree.
 using TreeFunction = void (*)(const Endpoint&, const Message&, const Plan&, int cta, JitteryTeam team,
                               const TreeProgram& tree);
 TreeFunction tree_function(DType dtype, Algorithm algorithm);

@@ -58,7 +58,7 @@ class Memory {
 
   // Allocations that have not been released.
   size_t count() const;
-  // Those of at least this many bytes.
+  // The addresses of allocations of at least this many bytes.
   std::vector<const void*> addresses(size_t at_least) const;
 
  private:
