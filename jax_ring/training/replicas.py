@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import agreement, discovery
 from jax_ring.options import check_arrays, path_texts
-from jax_ring.training.implementations import implementation
+from jax_ring.training.wire import implementation
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256

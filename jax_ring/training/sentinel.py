@@ -20,10 +20,10 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
-from jax_ring.training.implementations import implementation
 from jax_ring.training.trees import is_float0
+from jax_ring.training.wire import implementation
 from jax_ring.training.zero.by_parameter.pieces import ParameterShards
-from jax_ring.training.zero.vectors import ShardedParams
+from jax_ring.training.zero.interface import ShardedParams
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 

@@ -10,7 +10,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.options import check_arrays, promoted
-from jax_ring.training.implementations import implementation
+from jax_ring.training.wire import implementation
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 

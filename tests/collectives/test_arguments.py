@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 MESH = make_mesh((4,))
 X = np.arange(64, dtype=np.float32).reshape(16, 4)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ring
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training import sentinel
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS = 4
 MESH = make_mesh((RANKS,))

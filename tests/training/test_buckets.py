@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
 from jax_ring.distributed import agreement
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS = 8
 KIB = 1 << 10

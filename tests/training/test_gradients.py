@@ -28,7 +28,7 @@ from jax_ring import (
     weighted_pmean,
     zero,
 )
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS, WIDTH, LAYERS = 4, 16, 3
 MESH = make_mesh((RANKS,))

@@ -9,7 +9,7 @@ from helpers import assert_same_bits, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_psum, value_and_grad, weighted_pmean
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS = 4
 MESH = make_mesh((RANKS,))

@@ -24,7 +24,7 @@ from jax_ring import (
     value_and_grad,
 )
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RNG = np.random.default_rng(0)
 RANKS = 4

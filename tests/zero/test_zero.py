@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import value_and_grad, zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS = 4
 REPLICATED = P()

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import explain, ring_psum, zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 REPLICATED = P()
 RNG = np.random.default_rng(0)
