@@ -157,7 +157,7 @@ def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Int8Wire:
-    """Sends floats of more than 8 bits as blocks of 8-bit integers, and other leaves unchanged.
+    """Sends floats of more than 8 bits in scale groups of 8-bit integers, and other leaves unchanged.
 
     Attributes:
       key: for stochastic rounding, the same on all ranks; None rounds to nearest.
@@ -166,7 +166,7 @@ class Int8Wire:
     key: jax.Array | None = None
 
     def takes(self, x: Any) -> bool:
-        """Whether `x` is sent in blocks."""
+        """Whether `x` is sent in scale groups."""
         return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
 
 
