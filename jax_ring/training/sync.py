@@ -21,7 +21,7 @@ from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_tex
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.trees import is_float0, merge, split
-from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, implementation, is_by_lax, wire_of
+from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, collectives_here, is_by_lax, wire_of
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -240,7 +240,7 @@ class Reduction:
 
     @property
     def _psum(self) -> Callable:
-        return implementation(self.overlap, self.order).psum
+        return collectives_here(self.overlap, self.order).psum
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
         """Sums of leaves, with a psum per bucket of a tree of their results' types."""

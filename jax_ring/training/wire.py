@@ -22,7 +22,7 @@ _by_lax: ContextVar[bool] = ContextVar("by_lax", default=False)
 
 
 def reduced_by(name: Literal["ring", "lax"]) -> contextlib.AbstractContextManager[None]:
-    """For tests and benchmarks: whose collectives the functions of training use that are traced in this block.
+    """A block for tests and benchmarks: what is traced in it reduces by these collectives.
 
     Also a decorator. `jax.lax` adds in XLA's order, whatever `order` says.
     """
@@ -34,11 +34,11 @@ def is_by_lax() -> bool:
     return _by_lax.get()
 
 
-class Implementation(NamedTuple):
+class Collectives(NamedTuple):
     """The training layer's collectives, each (tree, axis_name) -> tree.
 
-    Scattered and gathered in tiles along dimension 0; what is gathered is invariant over the axis with vma tracking.
-    all_to_all takes split_axis and concat_axis, too, and broadcast the keyword argument `root`.
+    Scattered and gathered along dimension 0, which stays; what is gathered is invariant over the axis with vma
+    tracking. all_to_all takes split_axis and concat_axis, too, and broadcast the keyword argument `root`.
     """
 
     psum: Callable
@@ -48,13 +48,13 @@ class Implementation(NamedTuple):
     broadcast: Callable
 
 
-def implementation(overlap: bool = False, order: Order = "rank") -> Implementation:
-    """The collectives to use here.
+def collectives_here(overlap: bool = False, order: Order = "rank") -> Collectives:
+    """The collectives by which training reduces here.
 
     overlap, order: of jax_ring's: whether GPUs run them beside computation, and in which order they add.
     """
     if is_by_lax():
-        return Implementation(
+        return Collectives(
             lax.psum,
             partial(lax.psum_scatter, tiled=True),
             partial(lax.all_gather, tiled=True, to="invarying"),
@@ -68,7 +68,7 @@ def implementation(overlap: bool = False, order: Order = "rank") -> Implementati
         collectives.ring_all_to_all,
         collectives.ring_broadcast,
     )
-    return Implementation(*(partial(_bucketed, overlap, collective) for collective in chosen))
+    return Collectives(*(partial(_bucketed, overlap, collective) for collective in chosen))
 
 
 def _bucketed(overlap: bool, collective: Callable, *args: Any, **kwargs: Any) -> Any:

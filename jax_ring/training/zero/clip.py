@@ -23,7 +23,7 @@ from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_axis_name, check_named
 from jax_ring.options import ORDERS, Order, array_or_none, check_choice, path_text, promoted, setting
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.wire import implementation, is_by_lax
+from jax_ring.training.wire import collectives_here, is_by_lax
 from jax_ring.training.zero.interface import flat, padded
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def as_equation(leaves: list[jax.Array], axis_name: AxisName, order: Order) -> j
 
 
 def norm_given_by(norm: Norm) -> contextlib.AbstractContextManager[None]:
-    """For the time of tracing an update: what gives its norms, unless the block around this one does."""
+    """A block in which an update is traced, and `norm` gives its norms, unless a block around it says otherwise."""
     return setting(_norm, _norm.get() or norm)
 
 
 def order_given(order: Order) -> contextlib.AbstractContextManager[None]:
-    """For the time of tracing an update: the order in which the sharded optimizer around it adds gradients."""
+    """A block in which an update is traced: the sharded optimizer around it adds gradients in this order."""
     return setting(_order, order)
 
 
@@ -192,7 +192,7 @@ def sum_over_ranks(x: jax.Array, axis_name: AxisName, order: Order) -> jax.Array
 
 def _sum_in_tiles(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
     """The sum of the squares of leaves that are cut between tiles: for each along the tree of its tiles."""
-    sums = implementation().all_gather([tile_sums(x) for x in leaves], axis_name)
+    sums = collectives_here().all_gather([tile_sums(x) for x in leaves], axis_name)
     return sum(map(sum_of_tiles, fence(sums)), jnp.zeros((), jnp.float32))
 
 

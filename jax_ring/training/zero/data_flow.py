@@ -80,7 +80,7 @@ def flow(closed: core.ClosedJaxpr, values: Sequence, domain: Domain, visit: _Vis
 
 
 def dependences(jaxpr: core.Jaxpr, masks: Sequence[int], visit: _Visit | None = None) -> list[int]:
-    """For each output the union of the masks of the inputs that it may depend on. Masks are sets of bits.
+    """The union of the masks of the inputs that an output may depend on, by output. Masks are sets of bits.
 
     Loops are seen as a whole.
     """
@@ -258,7 +258,7 @@ def _joined(values: Sequence[_Known], mixing: str = "condition") -> _Known:
 
 
 def _kept(x: _Known) -> _Known:
-    """In the state. When it is repartitioned, zeros fill up its vectors."""
+    """What is kept of a value in the state: when that is repartitioned, zeros fill up its vectors."""
     return x if x.kind != "own" or x.number == 0 else x._replace(number=None)
 
 

@@ -124,7 +124,7 @@ def check_undivided(params: Any, axis_name: AxisName) -> None:
 
 
 def _divided_by(params: Any, axis_name: AxisName) -> list[tuple[str, list]]:
-    """For each parameter its path, and the axes over which it varies without those of the ranks."""
+    """Each parameter's path, and the axes over which it varies, without those of the ranks."""
     return [
         (path_text(path), sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
         for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, params))
@@ -143,7 +143,7 @@ def refuse_further_arguments(error: Exception) -> None:
 
 
 def by_dtype(tree: Any) -> dict[str, list[int]]:
-    """For each dtype, the positions of its leaves in jax.tree.leaves."""
+    """The positions of leaves in jax.tree.leaves, by dtype."""
     places: dict[str, list[int]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         places.setdefault(np.dtype(jnp.result_type(leaf)).name, []).append(i)
@@ -186,7 +186,7 @@ class Shapes(NamedTuple):
 
     @classmethod
     def of(cls, params: Any) -> Shapes:
-        """From a tree of arrays or of their types."""
+        """The shapes of a tree of arrays, or of their types."""
         check_arrays("sharded_optimizer", "the parameters", params)
         leaves, structure = jax.tree.flatten(params)
         return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))

@@ -14,7 +14,7 @@ from jax_ring.options import ORDERS, Order, check_choice, integer
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, next_step
-from jax_ring.training.wire import UNCHANGED, Int8Wire, implementation, wire_of
+from jax_ring.training.wire import UNCHANGED, Int8Wire, collectives_here, wire_of
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.clip import norm_given_by, norm_of_whole, order_given
 from jax_ring.training.zero.flat import flat_layout
@@ -184,7 +184,7 @@ def _checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int) -> Sh
     def update(gradients, state, params):
         check_counted(name, state)
         own = digests_every(name, params, axis_name, every, state.step)
-        sums = implementation().psum(own.table, axis_name)
+        sums = collectives_here().psum(own.table, axis_name)
         ok = own.verdict(sums)
         updates, inner = optimizer.update(gradients, state.inner, params)
         step, updates = next_step(state.step, fence(updates, sums), ok)

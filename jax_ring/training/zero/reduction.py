@@ -23,7 +23,7 @@ from jax_ring.training import sync
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.trees import is_float0
-from jax_ring.training.wire import UNCHANGED, FloatWire, Implementation, Int8Wire, implementation
+from jax_ring.training.wire import UNCHANGED, Collectives, FloatWire, Int8Wire, collectives_here
 from jax_ring.training.zero.clip import TILE
 from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree, flat, own_partition, padded
 
@@ -49,11 +49,11 @@ class Reduction(sync.Reduction):
         return num_ranks(axes_of(self.axis_name))
 
     @property
-    def collectives(self) -> Implementation:
-        return implementation(self.overlap, self.order)
+    def collectives(self) -> Collectives:
+        return collectives_here(self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
-        """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
+        """The number of elements of which a flat vector's size is a multiple; by default for the ranks here.
 
         Raises ValueError if V ranks cannot be so many.
         """
