@@ -38,7 +38,7 @@ def scanned(params, x, hook):
 
 def make_step(mesh, loss, variant: str, impl: str):
     from jax_ring import reduce_in_backward, value_and_grad
-    from jax_ring.training.implementations import reduced_by
+    from jax_ring.training.wire import reduced_by
 
     options = VARIANTS[variant]
     inside = variant == "in backward"

@@ -3,10 +3,9 @@
 from jax_ring.training.zero.by_parameter.pieces import ParameterShards
 from jax_ring.training.zero.by_parameter.plan import ParameterState, Shares
 from jax_ring.training.zero.clip import clip_by_global_norm
-from jax_ring.training.zero.interface import ShardedOptimizer
+from jax_ring.training.zero.interface import ShardedOptimizer, ShardedParams
 from jax_ring.training.zero.optimizer import replicated_optimizer, sharded_optimizer
 from jax_ring.training.zero.sharded_layer import sharded_layer
-from jax_ring.training.zero.vectors import ShardedParams
 
 __all__ = [
     "ParameterShards",

@@ -36,7 +36,7 @@ def compiled_step(arguments: argparse.Namespace, impl: str, reduction: dict, opt
     from jax.experimental import topologies
     from jax.sharding import PartitionSpec as P
 
-    from jax_ring.training.implementations import reduced_by
+    from jax_ring.training.wire import reduced_by
 
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=arguments.gpu.read_text(), topology="1x1x8"

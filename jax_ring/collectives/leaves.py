@@ -87,7 +87,7 @@ def belongs_to_lax(leaf, axes: tuple, *, moved: bool = False) -> bool:
 
 
 def no_namesake(function: str) -> Callable:
-    """For a function without a `namesake` in `jax.lax`: raises TypeError."""
+    """The `namesake` of a function that has none in `jax.lax`: raises TypeError."""
 
     def refuse(leaf):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The sum that sends 8-bit blocks: all-to-all, sum in float32, all-gather.
+"""The sum that sends scale groups of 8 bits: all-to-all, sum in float32, all-gather.
 
 Values are rounded twice for any number of ranks: by the contributor and by the owner of the sum. The scheme follows
 ZeRO++ (Wang et al., 2023) and EQuARX (Ahmed et al., 2025).
@@ -97,29 +97,30 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
     if x.ndim > 1:
         return jax.vmap(partial(_by_host, axes=axes, key_impl=key_impl, levels=levels))(x, *key_data)
     rank, host = (rank_in_group(axes, groups) for groups in (levels.intra, levels.inter))
-    num_shards = levels.num_ranks
+    num_chunks = levels.num_ranks
     intra: dict[str, Any] = {
-        "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_shards, "dimension": 0, "tiled": False,
+        "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_chunks, "dimension": 0, "tiled": False,
         "options": Options(),
     }  # fmt: skip
-    shards = _padded(x, num_shards * levels.num_hosts * int8.BLOCK).reshape(num_shards, -1)
-    (shard,) = ring_psum_scatter_p.bind(shards, **intra)
-    packets, shard_error = _reduce_scatter(shard, _keys(key_data, key_impl), axes, levels.inter, levels.num_hosts, host)
+    chunks = _padded(x, num_chunks * levels.num_hosts * int8.BLOCK).reshape(num_chunks, -1)
+    (chunk,) = ring_psum_scatter_p.bind(chunks, **intra)
+    packets, own_error = _reduce_scatter(chunk, _keys(key_data, key_impl), axes, levels.inter, levels.num_hosts, host)
     packets = lax.all_gather(packets, axes, axis_index_groups=levels.inter)
     (packets,) = ring_all_gather_p.bind(packets, **intra)
-    error = jnp.where(jnp.arange(num_shards)[:, None] == rank, shard_error, 0)
+    error = jnp.where(jnp.arange(num_chunks)[:, None] == rank, own_error, 0)
     return _values(packets, x), error.reshape(-1)[: x.size]
 
 
 def _reduce_scatter(x: jax.Array, keys: tuple, axes: tuple, groups, num_ranks: int, rank: jax.Array):
     """The packets of this rank's part of the sum, and its rounding error, like x."""
-    blocks = _padded(x, num_ranks * int8.BLOCK).reshape(num_ranks, -1, int8.BLOCK)
-    packets = int8.encode(blocks, keys[0])
+    scale_groups = _padded(x, num_ranks * int8.BLOCK).reshape(num_ranks, -1, int8.BLOCK)
+    packets = int8.encode(scale_groups, keys[0])
     received = lax.all_to_all(packets, axes, 0, 0, axis_index_groups=groups)
     total = int8.fold(received)
     total_packets = int8.encode(total, keys[1])
     is_own = jnp.arange(num_ranks)[:, None, None] == rank
-    error = int8.rounding_error(blocks, packets) + jnp.where(is_own, int8.rounding_error(total, total_packets), 0)
+    of_total = jnp.where(is_own, int8.rounding_error(total, total_packets), 0)
+    error = int8.rounding_error(scale_groups, packets) + of_total
     return total_packets, error.reshape(-1)[: x.size]
 
 
@@ -141,10 +142,10 @@ def _keys(key_data: tuple, key_impl) -> tuple:
 def _in_packets(groups: Groups) -> Crossing:
     """How the sum crosses hosts in parts: in packets, added by the ranks that own a part.
 
-    groups: ranks with the same shard on different hosts.
+    groups: ranks with the same chunk on different hosts.
     """
     num_hosts, dtype = len(groups[0]), np.dtype(np.float32)
-    unit = num_hosts * int8.BLOCK  # a block for each host
+    unit = num_hosts * int8.BLOCK  # a scale group for each host
 
     def encode(x):
         return int8.encode(x.reshape(num_hosts, -1, int8.BLOCK))
@@ -207,7 +208,7 @@ def _lower(ctx, *operands, **params):
 
 
 def _can_be_cut(ctx, levels: Levels, with_error: bool) -> bool:
-    """Whether the sum may cross hosts in parts. Errors and random keys depend on the blocks' ranks."""
+    """Whether the sum may cross hosts in parts. Errors and random keys depend on the ranks of scale groups."""
     (x, *key_data) = ctx.avals_in
     return (
         wait_markers.are_enclosed(ctx, levels.inter)

@@ -287,7 +287,7 @@ def _refuse_key(reduction: Reduction) -> None:
 
 
 def _noted(axis_name: AxisName, reduced_in_backward: bool) -> contextlib.AbstractContextManager:
-    """For the time of tracing a loss: who sums its gradients over these axes. With vma tracking, types tell."""
+    """A block in which a loss is traced: who sums its gradients over these axes. With vma tracking, types tell."""
     if _compat.check_vma():
         return contextlib.nullcontext()
     axes = frozenset(axes_of(axis_name))

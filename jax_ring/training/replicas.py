@@ -15,7 +15,7 @@ import numpy as np
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import discovery
 from jax_ring.options import check_arrays, path_texts
-from jax_ring.training.implementations import implementation
+from jax_ring.training.wire import collectives_here
 
 # Digests per round of the search for the first difference: four rounds for 4 billion elements.
 PARTS = 256
@@ -44,7 +44,7 @@ def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0) -> T:
     check_named("broadcast_params", axes)
     root = check_root("broadcast_params", axes, root)
     check_arrays("broadcast_params", "params", params)
-    return implementation().broadcast(params, axis_name, root=root)
+    return collectives_here().broadcast(params, axis_name, root=root)
 
 
 def assert_replicated(tree: Any) -> None:

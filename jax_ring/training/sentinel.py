@@ -20,10 +20,10 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks
 from jax_ring.collectives.leaves import bits_of_keys, own_copy
 from jax_ring.options import array_or_none, check_arrays, path_text, path_texts
-from jax_ring.training.implementations import implementation
 from jax_ring.training.trees import is_float0
+from jax_ring.training.wire import collectives_here
 from jax_ring.training.zero.by_parameter.pieces import ParameterShards
-from jax_ring.training.zero.vectors import ShardedParams
+from jax_ring.training.zero.interface import ShardedParams
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -165,7 +165,7 @@ def digest(x: jax.Array) -> jax.Array:
 
 
 def _folded(words: list[jax.Array]) -> jax.Array:
-    """For each lane, the sum of its words after each has been mixed with its place."""
+    """The sum of the words of each lane, each mixed with its place."""
 
     def add(sums, others):
         return tuple(x + y for x, y in zip(sums, others, strict=True))
@@ -314,5 +314,5 @@ def check_replicas(tree: T, axis_name: AxisName, *, when: Any = True) -> T:
     check_when("check_replicas", "when", when)
     check_arrays("check_replicas", "tree", tree)
     own = digests("check_replicas", tree, axis_name, when)
-    sums = implementation().psum(own.table, axis_name)
+    sums = collectives_here().psum(own.table, axis_name)
     return after(tree, own.verdict(sums))

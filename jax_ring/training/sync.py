@@ -19,10 +19,9 @@ from jax_ring.distributed.discovery import check_agreement
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import ORDERS, Order, check_arrays, check_choice, path_text
 from jax_ring.training.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, check_bucket_bytes, plan_buckets
-from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.trees import is_float0, merge, partition
-from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, wire_of
+from jax_ring.training.trees import is_float0, merge, split
+from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire, collectives_here, is_by_lax, wire_of
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -159,8 +158,8 @@ class Reduction:
         A bucket's leaves are concatenated before they are cut, so groups may span leaves. Its bytes are those of codes.
         """
         is_chosen = jax.tree.map(wire.takes, tree)
-        chosen, others = partition(tree, is_chosen)
-        own_residual, other_residual = (None, None) if residual is None else partition(residual, is_chosen)
+        chosen, others = split(tree, is_chosen)
+        own_residual, other_residual = (None, None) if residual is None else split(residual, is_chosen)
         rest = replace(self, wire=UNCHANGED).reduce(others, axis_name, divisor, residual=other_residual, value=value)
         likes, structure = jax.tree.flatten(chosen)
         leaves, residuals = [x.astype(jnp.float32) for x in likes], jax.tree.leaves(own_residual)
@@ -241,7 +240,7 @@ class Reduction:
 
     @property
     def _psum(self) -> Callable:
-        return implementation(self.overlap, self.order).psum
+        return collectives_here(self.overlap, self.order).psum
 
     def _in_buckets(self, likes: Any, leaves: list, axis_name: AxisName, psum: Callable, num_shards: int) -> list:
         """Sums of leaves, with a psum per bucket of a tree of their results' types."""

@@ -151,7 +151,7 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
             map(is_own, jax.tree.leaves(node.inner_opt_state, is_leaf=is_own))
         )
 
-    def own_part(path, leaf):
+    def own_partition(path, leaf):
         if leaf.ndim:
             return own
         raise ValueError(
@@ -169,7 +169,7 @@ def feedback_specs(state: Any, axis_name: AxisName) -> Any:
         if not adds_local_gradients(node):
             return PartitionSpec()
         rest = jax.tree.map(lambda _: PartitionSpec(), node)
-        sums = jax.tree_util.tree_map_with_path(own_part, node.acc_grads)
+        sums = jax.tree_util.tree_map_with_path(own_partition, node.acc_grads)
         return rest._replace(acc_grads=sums, inner_opt_state=feedback_specs(node.inner_opt_state, axis_name))
 
     return jax.tree.map(specs, state, is_leaf=lambda node: is_own(node) or adds_local_gradients(node))

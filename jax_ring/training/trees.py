@@ -29,12 +29,12 @@ def with_float0(gradients: Iterable, like: Any) -> Any:
     return jax.tree.map(lambda x: next(rest) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0), like)
 
 
-def partition(tree: Any, chosen: Any) -> tuple[Any, Any]:
+def split(tree: Any, chosen: Any) -> tuple[Any, Any]:
     """Two trees: the leaves for which `chosen` is true, and the others, with None for the rest."""
     first = jax.tree.map(lambda x, c: x if c else None, tree, chosen)
     return first, jax.tree.map(lambda x, c: None if c else x, tree, chosen)
 
 
 def merge(first: Any, second: Any) -> Any:
-    """The inverse of `partition`."""
+    """The tree of which `split` made two."""
     return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)

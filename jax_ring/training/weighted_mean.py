@@ -10,7 +10,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.options import check_arrays, promoted
-from jax_ring.training.implementations import implementation
+from jax_ring.training.wire import collectives_here
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
 
@@ -36,7 +36,7 @@ def weighted_pmean(x: T, weight: Any, axis_name: AxisName) -> T:
       NameError, ValueError, jax.errors.JaxRuntimeError: where `ring_psum` raises them.
     """
     check_named("weighted_pmean", axes_of(axis_name))
-    psum = implementation().psum
+    psum = collectives_here().psum
     weight = _checked(weight)
     check_arrays("weighted_pmean", "x", x)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))

@@ -1,12 +1,88 @@
-"""How leaves are sent: their dtype, and the division that keeps a mean in range."""
+"""What sends gradients: by whose collectives, in which dtype, and how a mean is kept in range."""
 
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
+
+from jax_ring import collectives
+from jax_ring.collectives.axes import AxisName
+from jax_ring.collectives.leaves import bits_of_keys
+from jax_ring.options import Order, bucketed, setting
+
+_by_lax: ContextVar[bool] = ContextVar("by_lax", default=False)
+
+
+def reduced_by(name: Literal["ring", "lax"]) -> contextlib.AbstractContextManager[None]:
+    """A block for tests and benchmarks: what is traced in it reduces by these collectives.
+
+    Also a decorator. `jax.lax` adds in XLA's order, whatever `order` says.
+    """
+    return setting(_by_lax, name == "lax")
+
+
+def is_by_lax() -> bool:
+    """Whether `jax.lax` reduces here."""
+    return _by_lax.get()
+
+
+class Collectives(NamedTuple):
+    """The training layer's collectives, each (tree, axis_name) -> tree.
+
+    Scattered and gathered along dimension 0, which stays; what is gathered is invariant over the axis with vma
+    tracking. all_to_all takes split_axis and concat_axis, too, and broadcast the keyword argument `root`.
+    """
+
+    psum: Callable
+    psum_scatter: Callable
+    all_gather: Callable
+    all_to_all: Callable
+    broadcast: Callable
+
+
+def collectives_here(overlap: bool = False, order: Order = "rank") -> Collectives:
+    """The collectives by which training reduces here.
+
+    overlap, order: of jax_ring's: whether GPUs run them beside computation, and in which order they add.
+    """
+    if is_by_lax():
+        return Collectives(
+            lax.psum,
+            partial(lax.psum_scatter, tiled=True),
+            partial(lax.all_gather, tiled=True, to="invarying"),
+            lax.all_to_all,
+            _lax_broadcast,
+        )
+    chosen = (
+        partial(collectives.ring_psum, order=order),
+        partial(collectives.ring_psum_scatter, tiled=True, order=order),
+        partial(collectives.ring_all_gather, tiled=True, to="invarying"),
+        collectives.ring_all_to_all,
+        collectives.ring_broadcast,
+    )
+    return Collectives(*(partial(_bucketed, overlap, collective) for collective in chosen))
+
+
+def _bucketed(overlap: bool, collective: Callable, *args: Any, **kwargs: Any) -> Any:
+    with bucketed(overlap):
+        return collective(*args, **kwargs)
+
+
+def _lax_broadcast(tree: Any, axis_name: AxisName, *, root: int) -> Any:
+    # jax.lax has no broadcast that keeps all bits and whose result is invariant over the axis.
+    def broadcast(x):
+        bits, from_bits = bits_of_keys(x)  # JAX up to 0.12 cannot lower an untiled all_gather of keys
+        return from_bits(lax.all_gather(bits, axis_name, to="invarying")[root])
+
+    return jax.tree.map(broadcast, tree)
 
 
 @dataclass(frozen=True)
@@ -81,7 +157,7 @@ def _largest_of(dtype: np.dtype, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Int8Wire:
-    """Sends floats of more than 8 bits as blocks of 8-bit integers, and other leaves unchanged.
+    """Sends floats of more than 8 bits in scale groups of 8-bit integers, and other leaves unchanged.
 
     Attributes:
       key: for stochastic rounding, the same on all ranks; None rounds to nearest.
@@ -90,7 +166,7 @@ class Int8Wire:
     key: jax.Array | None = None
 
     def takes(self, x: Any) -> bool:
-        """Whether `x` is sent in blocks."""
+        """Whether `x` is sent in scale groups."""
         return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits > 8 and x.size > 0
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 pytestmark = pytest.mark.one_pair  # does not depend on JAX's version
 

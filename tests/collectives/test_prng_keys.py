@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import broadcast_params, ring_all_gather, ring_broadcast, ring_psum
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS = 4
 MESH = make_mesh((RANKS,))

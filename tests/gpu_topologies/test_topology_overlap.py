@@ -17,7 +17,7 @@ from timeline import COLLECTIVE, EXCHANGE, MAIN, products_beside, timeline
 
 from jax_ring import assume_hosts, explain, reduce_in_backward, ring_psum, sync_gradients, value_and_grad, zero
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 # In XLA of older versions the scheduler does not know that such a call takes time.

@@ -20,7 +20,7 @@ from jax_ring import (
     zero,
 )
 from jax_ring.inspect.compiled import find_collectives
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 W, X = jnp.ones((8, 4)), jnp.ones((16, 8))
 

@@ -28,7 +28,7 @@ from jax_ring import (
     ring_reduce,
     runtime,
 )
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 AUTO = AxisType.Auto

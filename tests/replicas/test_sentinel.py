@@ -16,7 +16,7 @@ from tiers import full_but, vma_fixture
 import jax_ring
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training import sentinel
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

@@ -10,7 +10,7 @@ from tiers import vma_fixture
 
 from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
 from jax_ring.distributed import discovery
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

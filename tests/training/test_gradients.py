@@ -29,7 +29,7 @@ from jax_ring import (
     weighted_pmean,
     zero,
 )
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import vma_fixture
 
 from jax_ring import ring_psum, value_and_grad, weighted_pmean
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

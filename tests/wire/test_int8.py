@@ -25,7 +25,7 @@ from jax_ring import (
     value_and_grad,
 )
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but, vma_fixture
 
 from jax_ring import value_and_grad, zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jax_ring import explain, ring_psum, zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 pytestmark = pytest.mark.one_pair  # plain JAX on code that other tests of ZeRO cover
 

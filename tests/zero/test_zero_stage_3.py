@@ -25,7 +25,7 @@ from jax_ring import (
     value_and_grad,
     zero,
 )
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 SHARDS, STEPS = 6, 4
 RNG = np.random.default_rng(0)

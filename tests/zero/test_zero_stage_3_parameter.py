@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jax_ring import assert_replicated, check_replicas, value_and_grad, zero
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 SHARDS, STEPS = 24, 4
 RNG = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import explain, value_and_grad, zero
 from jax_ring.collectives import int8_blocks as int8
-from jax_ring.training.implementations import reduced_by
+from jax_ring.training.wire import reduced_by
 
 RANKS, SHARDS = 4, 6
 RNG = np.random.default_rng(0)

@@ -264,7 +264,7 @@ class _Body(NamedTuple):
         return list(results[:count]), list(results[count:])
 
     def names(self) -> tuple[str, ...]:
-        """Of the leaves to be added, for errors."""
+        """The names that errors give the leaves to be added."""
         tree = jax.tree.unflatten(self.sums, range(self.sums.num_leaves))
         return tuple(
             f"the gradient of {jax.tree_util.keystr(path[1:]) or 'the parameter'}" if path[0].idx else "the value"

@@ -22,10 +22,9 @@ from jax.extend.core import Primitive
 from jax_ring.collectives import ring_psum
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_equality, check_axis_name, check_named
 from jax_ring.options import ORDERS, Order, array_or_none, check_choice, path_text, promoted, setting
-from jax_ring.training.implementations import implementation, is_by_lax
 from jax_ring.training.same_bits.fence import fence
-from jax_ring.training.zero.interface import padded
-from jax_ring.training.zero.vectors import flat
+from jax_ring.training.wire import collectives_here, is_by_lax
+from jax_ring.training.zero.interface import flat, padded
 
 if TYPE_CHECKING:
     import optax
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 # (leaves, axis_name, order) -> their norm.
 Norm = Callable[[list[jax.Array], AxisName, Order], jax.Array]
 
-# Stands for the norm over the ranks of `axes` in an update that is analyzed, or computed in parts.
+# Stands for the norm over the ranks of `axes` in an update that is analyzed, or computed in pieces.
 NORM = Primitive("norm")
 NORM.def_abstract_eval(lambda *leaves, axes, order, dtype: jax.core.ShapedArray((), dtype))
 
-# What gives a norm; None where it is that of the parts that ranks have.
+# What gives a norm; None where it is that of the partitions that ranks have.
 _norm: ContextVar[Norm | None] = ContextVar("norm", default=None)
 _order: ContextVar[Order | None] = ContextVar("order", default=None)
 
@@ -50,12 +49,12 @@ def as_equation(leaves: list[jax.Array], axis_name: AxisName, order: Order) -> j
 
 
 def norm_given_by(norm: Norm) -> contextlib.AbstractContextManager[None]:
-    """For the time of tracing an update: what gives its norms, unless the block around this one does."""
+    """A block in which an update is traced, and `norm` gives its norms, unless a block around it says otherwise."""
     return setting(_norm, _norm.get() or norm)
 
 
 def order_given(order: Order) -> contextlib.AbstractContextManager[None]:
-    """For the time of tracing an update: the order in which the sharded optimizer around it adds gradients."""
+    """A block in which an update is traced: the sharded optimizer around it adds gradients in this order."""
     return setting(_order, order)
 
 
@@ -74,7 +73,7 @@ def _order_here(order: Order | None) -> Order:
     return order or around or "rank"
 
 
-# Elements in a tile. With order="tree" a rank's part of an array begins and ends between tiles.
+# Elements in a tile. With order="tree" a rank's partition begins and ends between tiles.
 TILE = 1024
 
 # Factors of a tile's size, for its fold, and the factor for the sums of tiles. Each is one loop over written-out
@@ -117,7 +116,7 @@ def clip_by_global_norm(
         tx = optax.chain(zero.clip_by_global_norm(1.0, "data"), optax.adam(1e-3))
         optimizer = zero.sharded_optimizer(tx, "data")
 
-    The squares of the ranks' parts are added over the axis: the norm of the whole mean gradient. It is computed in
+    The squares of the ranks' partitions are added over the axis: the norm of the whole mean gradient. It is computed in
     float32, or in the dtype of the gradients if that is wider. Gradients that every rank has whole need
     `optax.clip_by_global_norm`, as each copy would count here, unless it is within a `replicated_optimizer`.
 
@@ -126,8 +125,8 @@ def clip_by_global_norm(
       axis_name: the name of a mapped axis, or a sequence of names.
       order: of the sum over the ranks: "rank", "ring", "any" or "tree" (`ring_psum` says what they are); by default the
         order of the sharded optimizer around it, or "rank". With "tree" squares are added in tiles of 1024 elements and
-        then along a fixed tree of tiles, so that the norm does not depend on the number of ranks. Parts must then begin
-        at multiples of 1024 elements, as those of a `sharded_optimizer` with order="tree" do.
+        then along a fixed tree of tiles, so that the norm does not depend on the number of ranks. Partitions must then
+        begin at multiples of 1024 elements, as those of a `sharded_optimizer` with order="tree" do.
 
     Returns:
       An optax `GradientTransformation`.
@@ -193,7 +192,7 @@ def sum_over_ranks(x: jax.Array, axis_name: AxisName, order: Order) -> jax.Array
 
 def _sum_in_tiles(leaves: Sequence[jax.Array], axis_name: AxisName) -> jax.Array:
     """The sum of the squares of leaves that are cut between tiles: for each along the tree of its tiles."""
-    sums = implementation().all_gather([tile_sums(x) for x in leaves], axis_name)
+    sums = collectives_here().all_gather([tile_sums(x) for x in leaves], axis_name)
     return sum(map(sum_of_tiles, fence(sums)), jnp.zeros((), jnp.float32))
 
 

@@ -1,7 +1,7 @@
 """Data flow of a traced optimizer: what each result is made of, in whatever terms one asks.
 
 `dependences` asks which inputs a result needs, `Expressions` whether results depend on names and shapes of parameters,
-`Cut` whether parts of vectors can be updated one by one.
+`Cut` whether each rank can update its partition of vectors by itself.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def flow(closed: core.ClosedJaxpr, values: Sequence, domain: Domain, visit: _Vis
 
 
 def dependences(jaxpr: core.Jaxpr, masks: Sequence[int], visit: _Visit | None = None) -> list[int]:
-    """For each output the union of the masks of the inputs that it may depend on. Masks are sets of bits.
+    """The union of the masks of the inputs that an output may depend on, by output. Masks are sets of bits.
 
     Loops are seen as a whole.
     """
@@ -192,12 +192,12 @@ _CHOOSING: dict[str, Callable] = {"clamp": lambda numbers: sorted(numbers)[1], "
 
 
 class _Known(NamedTuple):
-    """What is known of a variable on a rank that has a part of each vector.
+    """What is known of a variable on a rank that has a partition of each vector.
 
     Attributes:
-      kind: "same" if it does not depend on the parts; "part" if it belongs to a vector, element by element; "sum" if
-        its sum over ranks does not depend on the parts; "mixed" if it may be anything else.
-      detail: of "part" the index of the vector, None if all elements are alike; of "sum" the axes; of "mixed" the
+      kind: "same" if it does not depend on the partitions; "own" if it belongs to a vector, element by element; "sum"
+        if its sum over ranks does not depend on the partitions; "mixed" if it may be anything else.
+      detail: of "own" the index of the vector, None if all elements are alike; of "sum" the axes; of "mixed" the
         operation that mixes.
       number: the value of a scalar, or of the elements where zeros fill up the parameters; None if it is not known.
     """
@@ -208,7 +208,7 @@ class _Known(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What is wrong with an optimizer if each rank has a part of every parameter; None if nothing is.
+    """What is wrong with an optimizer if each rank has a partition of every parameter; None if nothing is.
 
     Attributes:
       elements: with its updates, and the scalars of its state.
@@ -221,22 +221,22 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, traced: Traced, axes: Sequence) -> Cut:
         """Follows an optimizer, traced for parameters of `SIZE` elements that are cut over these axes."""
-        domain = Domain(_constant, partial(_flow_of_parts, frozenset(axes)), _chosen, rounds=sys.maxsize)
-        params = [_Known("part", i, 0) for i in range(len(traced.init.in_avals))]
+        domain = Domain(_constant, partial(_flow_of_partitions, frozenset(axes)), _chosen, rounds=sys.maxsize)
+        params = [_Known("own", i, 0) for i in range(len(traced.init.in_avals))]
         state, before = flow(traced.init, params, domain), None
         while state != before:
             updates, after = traced.split(flow(traced.update, [*params, *state, *params], domain))
             before, state = state, [_kept(joined) for joined in map(_joined, zip(state, after, strict=True))]
         elements = division = None
         for i, x in enumerate(updates):
-            if x.kind != "part" or x.detail not in (i, None):
+            if x.kind != "own" or x.detail not in (i, None):
                 why = x.detail if x.kind == "mixed" else "sum" if x.kind == "sum" else "choice of parameters"
                 elements = elements or f"is not elementwise: its {why} may give other results for parts of parameters"
         for path, like, x in zip(traced.paths, traced.state, state, strict=True):
             if not like.shape and x.kind != "same":
                 elements = elements or f"keeps a scalar that differs between ranks, in its state at {path}"
             # optax uses an array of one zero as an unused placeholder.
-            elif like.shape and (like.shape, x.kind) != ((SIZE,), "part") and (like.shape, x.number) != ((1,), 0):
+            elif like.shape and (like.shape, x.kind) != ((SIZE,), "own") and (like.shape, x.number) != ((1,), 0):
                 division = division or f"has state that is not divided as the parameters are, at {path}"
         return cls(elements, division)
 
@@ -250,7 +250,7 @@ def _joined(values: Sequence[_Known], mixing: str = "condition") -> _Known:
     first, *others = values
     for x in others:
         number = first.number if first.number == x.number else None
-        is_alike = first.kind == x.kind == "part" and None in (first.detail, x.detail)
+        is_alike = first.kind == x.kind == "own" and None in (first.detail, x.detail)
         if not is_alike and (first.kind, first.detail) != (x.kind, x.detail):
             return next((y for y in values if y.kind == "mixed"), _Known("mixed", mixing))
         first = _Known(first.kind, x.detail if first.detail is None else first.detail, number)
@@ -258,8 +258,8 @@ def _joined(values: Sequence[_Known], mixing: str = "condition") -> _Known:
 
 
 def _kept(x: _Known) -> _Known:
-    """In the state. When it is repartitioned, zeros fill up its vectors."""
-    return x if x.kind != "part" or x.number == 0 else x._replace(number=None)
+    """What is kept of a value in the state: when that is repartitioned, zeros fill up its vectors."""
+    return x if x.kind != "own" or x.number == 0 else x._replace(number=None)
 
 
 def _chosen(decides: _Known | None, values: Sequence[_Known]) -> _Known:
@@ -273,7 +273,7 @@ def _is_vector(shape: tuple) -> bool:
     return np.prod(shape) % SIZE == 0
 
 
-def _flow_of_parts(axes: frozenset, eqn: Any, operands: list[_Known]) -> list[_Known]:
+def _flow_of_partitions(axes: frozenset, eqn: Any, operands: list[_Known]) -> list[_Known]:
     name, results = eqn.primitive.name, [x.aval for x in eqn.outvars]
     kinds = {x.kind for x in operands}
     mixed = next((x for x in operands if x.kind == "mixed"), _Known("mixed", "sum" if "sum" in kinds else name))
@@ -298,13 +298,13 @@ def _flow_of_parts(axes: frozenset, eqn: Any, operands: list[_Known]) -> list[_K
         if not any(_is_vector(x.shape) for x in results):
             known = [_Known("same", number=_number(name, operands))]
         elif name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1:
-            known = [operands[0]._replace(kind="part")]
+            known = [operands[0]._replace(kind="own")]
     elif kinds <= {"same", "sum"}:
         known = [_of_sums(name, operands)]
-    elif name in _OF_ELEMENTS and kinds <= {"same", "part"}:
-        parts = [x for x in operands if x.kind == "part"]
-        if all(x in parts or atom.aval.size == 1 for x, atom in zip(operands, eqn.invars, strict=True)):
-            known = [_joined(parts, "choice of parameters")._replace(number=_number(name, operands))]
+    elif name in _OF_ELEMENTS and kinds <= {"same", "own"}:
+        own = [x for x in operands if x.kind == "own"]
+        if all(x in own or atom.aval.size == 1 for x, atom in zip(operands, eqn.invars, strict=True)):
+            known = [_joined(own, "choice of parameters")._replace(number=_number(name, operands))]
     elif name == "reduce_sum" and results[0].size == 1 and operands[0].number == 0:
         known = [_Known("sum", axes)]
     known = known * len(results) if len(known) == 1 else known

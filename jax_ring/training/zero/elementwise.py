@@ -14,9 +14,8 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named
 from jax_ring.options import Order
 from jax_ring.training.zero.clip import order_given
 from jax_ring.training.zero.data_flow import SIZE, Cut, Expressions
-from jax_ring.training.zero.interface import by_dtype, refuse_further_arguments
+from jax_ring.training.zero.interface import Shapes, by_dtype, map_sharded, refuse_further_arguments
 from jax_ring.training.zero.traced import Traced, name_of, parts_of
-from jax_ring.training.zero.vectors import Shapes, map_sharded
 
 # By `update`: the axes over which the optimizer was found to be elementwise.
 _elementwise_over: WeakKeyDictionary[Callable, set[tuple]] = WeakKeyDictionary()

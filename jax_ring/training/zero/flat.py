@@ -20,39 +20,37 @@ from jax_ring.training.trees import is_float0
 from jax_ring.training.zero.clip import order_given
 from jax_ring.training.zero.elementwise import ElementwiseCheck
 from jax_ring.training.zero.interface import (
+    Shapes,
     ShardedOptimizer,
+    ShardedParams,
     Stage,
     by_dtype,
     check_divided_alike,
     check_num_ranks,
     check_same_structure,
     check_same_tree,
-    on_all_devices,
-    padded,
-    vary,
-)
-from jax_ring.training.zero.reduction import LocalGradients, Reduction
-from jax_ring.training.zero.vectors import (
-    Shapes,
-    ShardedParams,
     flat,
     has_shards,
     is_sharded,
     is_single,
     map_sharded,
-    own_part,
+    on_all_devices,
+    own_partition,
+    padded,
     size_of,
     unflat,
+    vary,
 )
+from jax_ring.training.zero.reduction import LocalGradients, Reduction
 
 if TYPE_CHECKING:
     import optax
 
 
 def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduction) -> ShardedOptimizer:
-    """The sharded optimizer that updates an equal part of each dtype's vector on every rank.
+    """The sharded optimizer that updates an equal partition of each dtype's vector on every rank.
 
-    `tx` gets the parts in a dictionary by dtype, in stage 3 as the shards that they are.
+    `tx` gets the partition in a dictionary by dtype, in stage 3 as a `ShardedParams`.
     """
     axis_name, is_divided = reduction.axis_name, stage == 3
     check = ElementwiseCheck(tx, axis_name, reduction.order)
@@ -62,16 +60,16 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
         check.inside(params)
         check_divided_alike(params, axis_name)
         vectors = flat(jax.tree.leaves(params), params, reduction.cut())
-        return ShardedParams(own_part(vectors, axis_name), Shapes.of(params))
+        return ShardedParams(own_partition(vectors, axis_name), Shapes.of(params))
 
     def gather(shards):
-        return map_sharded(lambda own: gathered(own, reduction), checked_shards(shards, reduction))
+        return map_sharded(lambda own: gathered(own, reduction), checked_partitions(shards, reduction))
 
     def own_of(params):
         if not is_divided:
             return shard(params).vectors
         check.inside(params)
-        return checked_shards(params, reduction)
+        return checked_partitions(params, reduction)
 
     def types_of(params):
         return _unpadded(params) if is_divided else _unpadded(params).vectors
@@ -112,14 +110,14 @@ def flat_layout(tx: optax.GradientTransformation, stage: Stage, reduction: Reduc
 
 
 def _means(gradients: Any, params: Any, stage: Stage, reduction: Reduction) -> Any:
-    """The rank's part of the means, of dtype float0 where there are no gradients."""
+    """The rank's partition of the means, of dtype float0 where there are no gradients."""
     if stage != 3:
-        return LocalGradients.of(gradients, params, reduction).parts(params, stage=stage)
+        return LocalGradients.of(gradients, params, reduction).partition(params, stage=stage)
     if has_shards(gradients):
         check_same_tree("gradients", gradients, params, likes="shards")
         return gradients
     if is_single(params):
-        return ShardedParams(LocalGradients.of(gradients, params.like, reduction).parts(params.like), params.shapes)
+        return ShardedParams(LocalGradients.of(gradients, params.like, reduction).partition(params.like), params.shapes)
     raise ValueError(
         "sharded_optimizer: the shards are several ShardedParams, in a tree or stacked, so the gradients have "
         "to be such, too, as those of zero.sharded_layer are. For gradients of whole parameters make one "
@@ -133,7 +131,7 @@ def _or_zeros(tree: Any, own: Any, lacking: Any) -> Any:
 
 
 def _updated(tx: optax.GradientTransformation, means: Any, state: Any, own: Any, reduction: Reduction) -> Any:
-    """What `tx` makes of the rank's part."""
+    """What `tx` makes of the rank's partition."""
     with order_given(reduction.order):
         if not reduction.is_tree:
             return tx.update(means, state, own)
@@ -144,7 +142,7 @@ def _updated(tx: optax.GradientTransformation, means: Any, state: Any, own: Any,
 
 
 def _from_all_ranks(updates: Any, own: Any, lacking: Any, params: Any, reduction: Reduction) -> Any:
-    """The updates of whole parameters, from all ranks' parts; parameters without gradients keep their value."""
+    """The updates of whole parameters, from all ranks' partitions; parameters without gradients keep their value."""
     sent = {name: x for name, x in updates.items() if not lacking[name]}
     zeros = {name: jnp.zeros(x.size * reduction.num_ranks, x.dtype) for name, x in own.items() if lacking[name]}
     return unflat(zeros | reduction.collectives.all_gather(sent, reduction.axis_name), params)
@@ -156,7 +154,7 @@ def gathered(shards: ShardedParams, reduction: Reduction) -> Any:
     return fence(params) if reduction.is_tree else params
 
 
-def checked_shards(tree: Any, reduction: Reduction) -> Any:
+def checked_partitions(tree: Any, reduction: Reduction) -> Any:
     """The argument. Raises ValueError unless it is a `ShardedParams` or a tree of such, divided as `reduction` says."""
     cut, ranks = reduction.cut(), reduction.num_ranks
     for path, shards in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
@@ -202,7 +200,7 @@ def repartitioned(state: Any, like: Any, multiple: int) -> Any:
 
 
 def _unsharded(state: Any, of_shards: Any) -> Any:
-    """A state of whole parameters, from one without zeros at its end, given what it is of shards."""
+    """A state of whole parameters, from one without zeros at its end, given its types for `ShardedParams`."""
     return map_sharded(ShardedParams.whole, jax.tree.unflatten(jax.tree.structure(of_shards), jax.tree.leaves(state)))
 
 
@@ -214,7 +212,7 @@ def _specs(types: Any, axis_name: AxisName) -> Any:
 
 
 def _unpadded(params: Any) -> Any:
-    """The types of shards for a single rank, without zeros at their end, from parameters or from shards."""
+    """The types of the partition of a single rank, without zeros at its end, from parameters or from partitions."""
 
     def types(shapes, leading=()):
         sizes = {name: (*leading, size_of(shapes.params, places)) for name, places in by_dtype(shapes.params).items()}

@@ -1,19 +1,22 @@
-"""What the layouts of a sharded optimizer have in common: its interface, its checks, and how leaves are grouped."""
+"""What the layouts of a sharded optimizer have in common: its interface, its checks, and parameters as vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_ring import _compat, foreign_errors
-from jax_ring.collectives.axes import AxisName, axes_of
+from jax_ring.collectives.axes import AxisName, axes_of, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.options import integer, path_text, path_texts
+from jax_ring.options import check_arrays, integer, path_text, path_texts, promoted
 
 Stage = Literal[1, 2, 3]
 
@@ -30,8 +33,8 @@ class ShardedOptimizer(NamedTuple):
 
         init, update, specs = zero.sharded_optimizer(optax.adam(1e-3), "data")[:3]
 
-    With `stage=3`, params are shards: a `ShardedParams`, or a tree of such, or a `ParameterShards`. `update` returns
-    updates of the shards, `repartition` takes and returns both, (state, shards), and `specs` takes either.
+    With `stage=3`, params are a partition: a `ShardedParams`, or a tree of such, or a `ParameterShards`. `update`
+    returns updates of it, `repartition` takes and returns both, (state, partition), and `specs` takes either.
 
     Attributes:
       init: (params) -> this rank's state.
@@ -43,9 +46,9 @@ class ShardedOptimizer(NamedTuple):
         that read it: `optax.contrib.schedule_free_eval_params(optimizer.unsharded(state, params), params)`.
       shares: (params, num_ranks) -> what each rank owns, with `layout="parameter"`; else None, as all ranks own the
         same number of elements.
-      shard: (params) -> this rank's shards; with `stage=3`, as the following.
-      gather: (shards) -> the parameters, the same on all ranks.
-      param_specs: (params) -> the PartitionSpecs of the shards, for `in_specs` and `out_specs`.
+      shard: (params) -> this rank's partition; with `stage=3`, like the two that follow.
+      gather: (partition) -> the parameters, the same on all ranks.
+      param_specs: (params) -> the PartitionSpecs of the partition, for `in_specs` and `out_specs`.
     """
 
     init: Callable[[Any], Any]
@@ -121,7 +124,7 @@ def check_undivided(params: Any, axis_name: AxisName) -> None:
 
 
 def _divided_by(params: Any, axis_name: AxisName) -> list[tuple[str, list]]:
-    """For each parameter its path, and the axes over which it varies without those of the ranks."""
+    """Each parameter's path, and the axes over which it varies, without those of the ranks."""
     return [
         (path_text(path), sorted(_compat.varying_axes(leaf) - {*axes_of(axis_name)}, key=str))
         for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(jnp.asarray, params))
@@ -140,7 +143,7 @@ def refuse_further_arguments(error: Exception) -> None:
 
 
 def by_dtype(tree: Any) -> dict[str, list[int]]:
-    """For each dtype, the positions of its leaves in jax.tree.leaves."""
+    """The positions of leaves in jax.tree.leaves, by dtype."""
     places: dict[str, list[int]] = {}
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         places.setdefault(np.dtype(jnp.result_type(leaf)).name, []).append(i)
@@ -173,3 +176,116 @@ def varying_type(x: Any, axis_name: AxisName) -> Any:
     """The type of x as a value that varies over the axes."""
     # Not by eval_shape: a ShapeDtypeStruct has no mesh in a shard_map that leaves axes to the compiler.
     return jax.make_jaxpr(lambda: own_copy(jnp.zeros(x.shape, x.dtype), axis_name))().out_avals[0]
+
+
+class Shapes(NamedTuple):
+    """Structure, shapes and dtypes of the parameters, which can be compared and be a key."""
+
+    structure: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, params: Any) -> Shapes:
+        """The shapes of a tree of arrays, or of their types."""
+        check_arrays("sharded_optimizer", "the parameters", params)
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+
+    @property
+    def params(self) -> Any:
+        """The parameters' types."""
+        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(*leaf) for leaf in self.leaves])
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["vectors"], meta_fields=["shapes"])
+@dataclass(frozen=True)
+class ShardedParams:
+    """Parameters that are divided over the ranks, with `stage=3`. A pytree, of one array for each dtype.
+
+        optimizer = zero.sharded_optimizer(optax.adam(1e-3), "data", stage=3)
+        shards = optimizer.shard(params)  # under shard_map, with out_specs=P("data")
+
+    Attributes:
+      vectors: by the name of a dtype, its parameters one after the other, with zeros up to the padded size. Inside of
+        `shard_map` the rank's partition; outside all of it. Several of equal shapes can be stacked, as `jax.vmap` does
+        it.
+      shapes: the structure, shapes and dtypes of the parameters.
+    """
+
+    vectors: dict[str, jax.Array]
+    shapes: Shapes = field(metadata={"static": True})
+
+    @property
+    def like(self) -> Any:
+        """The parameters' types: a tree of `jax.ShapeDtypeStruct`."""
+        return self.shapes.params
+
+    def whole(self) -> Any:
+        """The parameters, outside of `shard_map`; inside of it `ShardedOptimizer.gather` returns them.
+
+        Raises:
+          ValueError: if these are the shards of one rank.
+        """
+        sizes = {name: size_of(self.like, places) for name, places in by_dtype(self.like).items()}
+        for name, size in sizes.items():
+            if (own := jnp.shape(self.vectors[name])[-1]) < size:
+                raise ValueError(
+                    f"ShardedParams.whole: these are a rank's shards, {own} of {size} elements of {name}. Inside of "
+                    "shard_map use gather of the sharded optimizer."
+                )
+        return unflat(on_all_devices(self.vectors), self.like)
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether x is a `ShardedParams`, for `is_leaf` of jax.tree."""
+    return isinstance(x, ShardedParams)
+
+
+def is_single(x: Any) -> bool:
+    """Whether x is a `ShardedParams` that is not stacked."""
+    return is_sharded(x) and all(jnp.ndim(vector) == 1 for vector in x.vectors.values())
+
+
+def has_shards(tree: Any) -> bool:
+    """Whether there is a `ShardedParams` in a tree."""
+    return any(map(is_sharded, jax.tree.leaves(tree, is_leaf=is_sharded)))
+
+
+def map_sharded(f: Callable[[ShardedParams], Any], tree: Any) -> Any:
+    """A tree with `f` of each `ShardedParams` in its place; other leaves stay."""
+    return jax.tree.map(lambda x: f(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
+
+
+def size_of(like: Any, places: list[int]) -> int:
+    """The number of elements of some leaves."""
+    leaves = jax.tree.leaves(like)
+    return sum(int(np.prod(jnp.shape(leaves[i]))) for i in places)
+
+
+def flat(leaves: list[jax.Array], params: Any, multiple: int) -> dict[str, jax.Array]:
+    """One vector of the leaves for each dtype of the parameters. Leaves of several dtypes are promoted to one."""
+
+    def joined(places):
+        own = [jnp.ravel(leaves[i]) for i in places]
+        return jnp.concatenate(own, dtype=promoted(*(x.dtype for x in own)))
+
+    return {dtype: padded(joined(places), multiple) for dtype, places in by_dtype(params).items()}
+
+
+def unflat(vectors: dict[str, jax.Array], params: Any) -> Any:
+    """A tree like the parameters, from vectors as `flat` makes them; with their further dimensions before."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [jnp.shape(x) for x in leaves]
+    for dtype, places in by_dtype(params).items():
+        ends = np.cumsum([int(np.prod(shapes[i])) for i in places])
+        vector = vectors[dtype]
+        for i, end in zip(places, ends, strict=True):
+            part = vector[..., end - int(np.prod(shapes[i])) : end]
+            leaves[i] = part.reshape((*jnp.shape(vector)[:-1], *shapes[i]))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def own_partition(vectors: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
+    """The rank's partition of vectors that it has whole."""
+    rank, p = lax.axis_index(axis_name), num_ranks(axes_of(axis_name))
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, rank * (x.size // p), x.size // p), vectors)

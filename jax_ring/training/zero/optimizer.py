@@ -11,11 +11,10 @@ from jax.typing import DTypeLike
 
 from jax_ring.collectives.axes import AxisName, check_axis_name
 from jax_ring.options import ORDERS, Order, check_choice, integer
-from jax_ring.training.implementations import implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.sentinel import CheckedState, check_counted, check_every, digests_every, next_step
-from jax_ring.training.wire import UNCHANGED, Int8Wire, wire_of
+from jax_ring.training.wire import UNCHANGED, Int8Wire, collectives_here, wire_of
 from jax_ring.training.zero.by_parameter.layout import parameter_layout
 from jax_ring.training.zero.clip import norm_given_by, norm_of_whole, order_given
 from jax_ring.training.zero.flat import flat_layout
@@ -51,7 +50,7 @@ def sharded_optimizer(
         updates, state = optimizer.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
 
-    With `stage=3` parameters are divided as well, and only their shards are kept from step to step:
+    With `stage=3` parameters are divided as well, and only its partition is kept by a rank from step to step:
 
         shards = jax.jit(jax.shard_map(optimizer.shard, mesh=mesh, in_specs=P(), out_specs=P("data")))(params)
         # in a train step, under shard_map with P("data") for the shards:
@@ -67,13 +66,14 @@ def sharded_optimizer(
     Args:
       tx: an optax `GradientTransformation`; with `layout="flat"` an elementwise one, as its trace shows (docs/zero.md).
       axis_name: the name of a mapped axis, or a sequence of names.
-      stage: 2 gives each rank only the gradients of the part that it updates (`ring_psum_scatter`); 1 gives every rank
-        all, as `sync_gradients` does. 3 divides the parameters: in the flat layout params are then a `ShardedParams`,
-        or a tree of such, and so are gradients of a `sharded_layer`; with whole parameters a `ParameterShards`.
+      stage: 2 gives each rank only the gradients of the partition that it updates (`ring_psum_scatter`); 1 gives every
+        rank all, as `sync_gradients` does. 3 divides the parameters: in the flat layout params are then a
+        `ShardedParams`, or a tree of such, and so are gradients of a `sharded_layer`; with whole parameters a
+        `ParameterShards`.
       layout: "flat": parameters of each dtype are one vector, in the order of `jax.tree.leaves`, padded with zeros to a
-        multiple of p elements; rank r updates the r-th part of it, and `tx` gets the parts in a dictionary by dtype.
-        "parameter": ranks own whole parameters, balanced by size, for masks, labels, LAMB, LARS, Adafactor and Muon.
-        The state is a `ParameterState`.
+        multiple of p elements; rank r updates the r-th part of it, its partition, which `tx` gets in a dictionary by
+        dtype. "parameter": ranks own whole parameters, balanced by size, for masks, labels, LAMB, LARS, Adafactor and
+        Muon. The state is a `ParameterState`.
       order: in which gradients are added: "rank", "ring", "any" or "tree" (`ring_psum` says what they are). With "tree"
         they may be a `ShardSums`, as `value_and_grad(..., num_shards=V, reduce_gradients=False)` returns it, and no bit
         of parameters or state depends on the number of ranks.
@@ -184,7 +184,7 @@ def _checked(optimizer: ShardedOptimizer, axis_name: AxisName, every: int) -> Sh
     def update(gradients, state, params):
         check_counted(name, state)
         own = digests_every(name, params, axis_name, every, state.step)
-        sums = implementation().psum(own.table, axis_name)
+        sums = collectives_here().psum(own.table, axis_name)
         ok = own.verdict(sums)
         updates, inner = optimizer.update(gradients, state.inner, params)
         step, updates = next_step(state.step, fence(updates, sums), ok)

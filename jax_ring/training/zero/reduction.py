@@ -1,7 +1,7 @@
 """What a sharded optimizer sends: gradients to be added over the ranks, and parameters to be gathered.
 
-Scale groups of 8 bits follow ZeRO++ (Wang et al., 2023). Gradients are rounded once, by their rank: the part that a
-rank gets is a sum in float32.
+Scale groups of 8 bits follow ZeRO++ (Wang et al., 2023). Gradients are rounded once, by their rank: the partition
+that a rank gets is a sum in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
 from jax_ring.options import promoted
 from jax_ring.training import sync
-from jax_ring.training.implementations import Implementation, implementation
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.rounding import each_rounded
 from jax_ring.training.trees import is_float0
-from jax_ring.training.wire import UNCHANGED, FloatWire, Int8Wire
+from jax_ring.training.wire import UNCHANGED, Collectives, FloatWire, Int8Wire, collectives_here
 from jax_ring.training.zero.clip import TILE
-from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree, padded
-from jax_ring.training.zero.vectors import flat, own_part
+from jax_ring.training.zero.interface import Stage, by_dtype, check_same_tree, flat, own_partition, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +49,11 @@ class Reduction(sync.Reduction):
         return num_ranks(axes_of(self.axis_name))
 
     @property
-    def collectives(self) -> Implementation:
-        return implementation(self.overlap, self.order)
+    def collectives(self) -> Collectives:
+        return collectives_here(self.overlap, self.order)
 
     def cut(self, num_ranks: int | None = None) -> int:
-        """Of what number of elements the size of a flat vector is a multiple; by default for the ranks here.
+        """The number of elements of which a flat vector's size is a multiple; by default for the ranks here.
 
         Raises ValueError if V ranks cannot be so many.
         """
@@ -65,7 +63,7 @@ class Reduction(sync.Reduction):
         return num_ranks * TILE if self.is_tree else num_ranks
 
     def scattered(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """This rank's part of the sums of vectors over the ranks, rounded to `wire`; in the vectors' dtypes."""
+        """This rank's partition of the sums of vectors over the ranks, rounded to `wire`; in the vectors' dtypes."""
         wire, count = self.wire, self.num_ranks
 
         def in_groups(x):
@@ -82,7 +80,7 @@ class Reduction(sync.Reduction):
         return chosen | {name: floats.received(sums[name], x, scales[name], 1) for name, x in rest.items()}
 
     def gathered(self, vectors: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The parts of all ranks, one after the other along the last dimension, as `param_wire` brings them."""
+        """The partitions of all ranks, one after the other along the last dimension, as `param_wire` brings them."""
         wire, axis_name, gather = self.param_wire, self.axis_name, self.collectives.all_gather
 
         def floats(x):
@@ -94,8 +92,8 @@ class Reduction(sync.Reduction):
         def in_groups(x):
             packets = each_rounded(int8.encode, _in_groups(x)) if self.is_tree else int8.encode(_in_groups(x))
             everyones = gather(packets, axis_name, axis=x.ndim - 1)
-            parts = int8.decode(everyones).reshape(*x.shape[:-1], self.num_ranks, -1)
-            return parts[..., : x.shape[-1]].reshape(*x.shape[:-1], -1).astype(x.dtype)
+            partitions = int8.decode(everyones).reshape(*x.shape[:-1], self.num_ranks, -1)
+            return partitions[..., : x.shape[-1]].reshape(*x.shape[:-1], -1).astype(x.dtype)
 
         return {name: in_groups(x) if _takes(wire, x) else floats(x) for name, x in vectors.items()}
 
@@ -160,7 +158,7 @@ class LocalGradients(NamedTuple):
         return [jax.ShapeDtypeStruct(x.shape, leaf.dtype) for x, leaf in zip(self.types, self.leaves, strict=True)]
 
     def scattered_sums(self, pack: Callable[[list[jax.Array]], dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        """This rank's part of the sums over the ranks of the vectors that `pack` makes of leaves, in their dtypes."""
+        """This rank's partition of the sums over the ranks of what `pack` makes of leaves, in its dtypes."""
         # Leaves of a ShardSums have a first dimension for terms.
         vectors = pack(self.leaves) if self.num_shards is None else jax.vmap(pack)(self.leaves)
         if self.reduction.wire != UNCHANGED:
@@ -168,8 +166,8 @@ class LocalGradients(NamedTuple):
         sums = self._sums(vectors, jax.tree.map(lambda x: x.dtype, vectors))
         return self.reduction.collectives.psum_scatter(sums, self.reduction.axis_name)
 
-    def parts(self, params: Any, *, stage: Stage = 2, mean: bool = True) -> dict[str, Any]:
-        """This rank's part of the means, or of the sums, as a vector for each dtype of the parameters.
+    def partition(self, params: Any, *, stage: Stage = 2, mean: bool = True) -> dict[str, Any]:
+        """This rank's partition of the means, or of the sums, as a vector for each dtype of the parameters.
 
         Of dtype float0 where no parameter of a dtype has a gradient.
         """
@@ -179,14 +177,14 @@ class LocalGradients(NamedTuple):
             # Use the dtypes of the vectors, so that the sums have the bits of stage 2.
             of_leaves = {i: dtypes[name] for name, places in by_name.items() for i in places}
             synced = self.synced([of_leaves[i] for i in range(len(self.leaves))])
-            parts: dict[str, Any] = own_part(flat(synced, params, multiple), self.reduction.axis_name)
+            own: dict[str, Any] = own_partition(flat(synced, params, multiple), self.reduction.axis_name)
         else:
             sums = self.scattered_sums(lambda leaves: flat(leaves, params, multiple))
-            parts = jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
+            own = jax.tree.map(self.mean if mean else lambda x, dtype: x.astype(dtype), sums, dtypes)
         for name, places in by_name.items():
             if not any(self.has_gradient[i] for i in places):
-                parts[name] = np.zeros(parts[name].shape, jax.dtypes.float0)
-        return parts
+                own[name] = np.zeros(own[name].shape, jax.dtypes.float0)
+        return own
 
     def synced(self, dtypes: list) -> list[jax.Array]:
         """The means over all ranks, each summed in one of these dtypes."""

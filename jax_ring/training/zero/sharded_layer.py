@@ -18,10 +18,9 @@ from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results
 from jax_ring.training.trees import is_float0, with_float0
 from jax_ring.training.wire import wire_of
-from jax_ring.training.zero.flat import checked_shards, gathered
-from jax_ring.training.zero.interface import varying_type
+from jax_ring.training.zero.flat import checked_partitions, gathered
+from jax_ring.training.zero.interface import ShardedParams, is_sharded, is_single, unflat, varying_type
 from jax_ring.training.zero.reduction import LocalGradients, Reduction
-from jax_ring.training.zero.vectors import ShardedParams, is_sharded, is_single, unflat
 
 
 def sharded_layer(
@@ -41,7 +40,7 @@ def sharded_layer(
     A layer gathers its own parameters, computes `f` for the rank's V/p shards in turn, and drops them; so does the
     backward pass, which scatters the gradients.
 
-    Shards of several layers, stacked in a first dimension as `jax.vmap(optimizer.shard)` does it, are layers of which
+    Partitions of several layers, stacked in a first dimension as by `jax.vmap(optimizer.shard)`, are layers of which
     each gets the result of the one before. While a layer is computed the next one's parameters are gathered. The bits
     are those of a `jax.lax.scan` over single layers.
 
@@ -103,7 +102,7 @@ class _Shards(Parts):
         check_named(function, axes)
         each = check_divisible(function, num_shards, num_ranks(axes)) // num_ranks(axes)
         reduction = Reduction(order="tree", axis_name=axis_name, num_shards=num_shards, param_wire=wire)
-        if not is_sharded(checked_shards(shards, reduction)) or any(x.ndim > 2 for x in shards.vectors.values()):
+        if not is_sharded(checked_partitions(shards, reduction)) or any(x.ndim > 2 for x in shards.vectors.values()):
             raise ValueError(
                 "sharded_layer: takes the ShardedParams of one layer, or those of several layers stacked in a first "
                 "dimension; got several in a tree, or with further dimensions."
@@ -168,7 +167,7 @@ def _differentiable(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any
 
 
 def _one_after_the_other(where: _Shards, f: Callable) -> Callable[[ShardedParams, Any, Any], Any]:
-    """Layers with stacked shards, one after the other. The inputs of each are kept.
+    """Layers with stacked partitions, one after the other. The inputs of each are kept.
 
     f: ((index, inputs of a shard), parameters, closed_over) -> results.
     """
@@ -216,7 +215,7 @@ def _backward(
     cotangents: Any,
     following: Any = (),
 ) -> tuple[ShardedParams, Any]:
-    """The cotangents of the shards and of the inputs of one layer, from whole parameters.
+    """The cotangents of the partition and of the inputs of one layer, from whole parameters.
 
     They are scattered after `following` is gathered. XLA has one collective in flight at a time, and would put the
     gather after the scatter, where nothing is left to compute beside it.
@@ -235,8 +234,8 @@ def _backward(
     of_inputs, sums = where.run(gradients, (numbered, _numbers(cotangents)), params)
     dtypes = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(shards.like))
     sums = ShardSums(with_float0(_fenced(sums.terms, following), shards.like), where.total, dtypes)
-    parts = LocalGradients.of(sums, shards.like, where.reduction).parts(shards.like, mean=False)
-    return ShardedParams(parts, shards.shapes), with_float0(of_inputs, inputs)
+    own = LocalGradients.of(sums, shards.like, where.reduction).partition(shards.like, mean=False)
+    return ShardedParams(own, shards.shapes), with_float0(of_inputs, inputs)
 
 
 def _fenced(tree: Any, after: Any) -> Any:

@@ -16,12 +16,13 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.zero.by_parameter import slicing
-from jax_ring.training.zero.by_parameter.pieces import Packing, ParameterShards, check_shards
+from jax_ring.training.zero.by_parameter.pieces import Packing, ParameterShards, check_partition
 from jax_ring.training.zero.by_parameter.plan import ParameterState, Plan, plan_state
 from jax_ring.training.zero.by_parameter.traced_update import TracedUpdate, trace_update
 from jax_ring.training.zero.by_parameter.update import OwnInputs, norm_over_ranks, on_each_rank
 from jax_ring.training.zero.clip import TILE, order_given
 from jax_ring.training.zero.interface import (
+    Shapes,
     ShardedOptimizer,
     Stage,
     check_num_ranks,
@@ -30,7 +31,6 @@ from jax_ring.training.zero.interface import (
     varying_type,
 )
 from jax_ring.training.zero.reduction import LocalGradients, Reduction
-from jax_ring.training.zero.vectors import Shapes
 
 if TYPE_CHECKING:
     import optax
@@ -75,7 +75,7 @@ class _Layout:
         return self.stage == 3
 
     def plan(self, params: Any, num_ranks: int) -> Plan:
-        """The plan for parameters, or for shards of them."""
+        """The plan for parameters, or for a partition of them."""
         shapes = params.division.shapes if isinstance(params, ParameterShards) else Shapes.of(params)
         if (key := (shapes, num_ranks)) not in self.plans:
             multiple = TILE if self.reduction.is_tree else 1
@@ -89,7 +89,7 @@ class _Layout:
 
     def checked(self, shards: Any) -> dict[str, Any]:
         """The rank's vectors. Raises ValueError unless they are divided as here."""
-        check_shards(shards)
+        check_partition(shards)
         plan = self.plan(shards, self.reduction.num_ranks)
         expected = {name: (1, size) for name, size in plan.params.sizes.items()}
         found = jax.tree.map(jnp.shape, shards.own)
@@ -145,7 +145,7 @@ class _Layout:
             return replace(common, pieces=pieces, gradients=gradients, states=states, own_params=own_params)
 
         common = self.with_norms(OwnInputs(traced, shared, all_params, plan.in_tiles), plan, inputs_of)
-        # Updates of shards are packed as the parameters are, whatever their own dtypes.
+        # Updates of partitions are packed as the parameters are, whatever their own dtypes.
         names = [np.dtype(x.dtype).name for x in jax.tree.leaves(params)] if self.divided else None
         packed = Packing(traced.update_types, plan.params.ranks, names)
 
@@ -225,7 +225,7 @@ class _Layout:
         state = ParameterState(state.shared, packed(plan.state, [whole.get(k) for k in range(len(plan.owners))]))
         if not self.divided:
             return state
-        check_shards(params)
+        check_partition(params)
         leaves = jax.tree.leaves(params.whole())
         return state, ParameterShards(packed(plan.params, leaves), plan.division)
 

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring.options import promoted
-from jax_ring.training.zero.interface import on_all_devices
-from jax_ring.training.zero.vectors import Shapes
+from jax_ring.training.zero.interface import Shapes, on_all_devices
 
 
 class Piece(NamedTuple):
@@ -92,14 +91,13 @@ class Packing:
         return {name: max(sizes.get(name, 0) for sizes in self.used) for name in names}
 
     def pack(self, rank: int, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        parts = defaultdict(list)
+        by_name = defaultdict(list)
         for piece, value in zip(self.ranks[rank], values, strict=True):
-            parts[self._name(piece)].append(jnp.reshape(value, -1).astype(self.arrays[piece.leaf].dtype))
+            by_name[self._name(piece)].append(jnp.reshape(value, -1).astype(self.arrays[piece.leaf].dtype))
         vectors = {}
         for name, size in self.sizes.items():
-            missing = size - sum(part.size for part in parts[name])
-            dtype = self._dtypes[name]
-            vectors[name] = jnp.concatenate([*parts[name], jnp.zeros(missing, dtype)], dtype=dtype)
+            missing, dtype = size - sum(x.size for x in by_name[name]), self._dtypes[name]
+            vectors[name] = jnp.concatenate([*by_name[name], jnp.zeros(missing, dtype)], dtype=dtype)
         return vectors
 
     def pack_whole(self, rank: int, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -122,17 +120,16 @@ class Packing:
 
     def unpack_all(self, vectors: dict[str, jax.Array]) -> dict[int, jax.Array]:
         """The whole arrays with pieces, from all ranks' vectors."""
-        parts: dict[int, list] = defaultdict(list)
+        by_leaf: dict[int, list] = defaultdict(list)
         for rank, pieces in enumerate(self.ranks):
             own = {name: vectors[name][rank * size : (rank + 1) * size] for name, size in self.sizes.items()}
             for piece, value in zip(pieces, self.unpack(rank, own), strict=True):
-                parts[piece.leaf].append((piece.start, value))
-        return {
-            leaf: jnp.concatenate([value for _, value in sorted(values, key=lambda part: part[0])]).reshape(
-                self.arrays[leaf].shape
-            )
-            for leaf, values in parts.items()
-        }
+                by_leaf[piece.leaf].append((piece.start, value))
+        whole = {}
+        for leaf, found in by_leaf.items():
+            in_order = [value for _, value in sorted(found, key=lambda pair: pair[0])]
+            whole[leaf] = jnp.concatenate(in_order).reshape(self.arrays[leaf].shape)
+        return whole
 
     @functools.cached_property
     def _dtypes(self) -> dict[str, Any]:
@@ -209,7 +206,7 @@ class ParameterShards:
         return jax.tree.unflatten(self.division.shapes.structure, [leaves[i] for i in range(len(leaves))])
 
 
-def check_shards(shards: Any) -> None:
+def check_partition(shards: Any) -> None:
     """Raises ValueError for parameters that are not divided so."""
     if not isinstance(shards, ParameterShards):
         raise ValueError(

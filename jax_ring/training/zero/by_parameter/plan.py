@@ -13,8 +13,7 @@ from jax_ring.collectives.axes import AxisName
 from jax_ring.options import path_texts
 from jax_ring.training.zero.by_parameter.pieces import Division, Packing, Piece, balance
 from jax_ring.training.zero.by_parameter.traced_update import refuse_other_parameters, trace_update
-from jax_ring.training.zero.interface import check_same_tree, varying_type
-from jax_ring.training.zero.vectors import Shapes
+from jax_ring.training.zero.interface import Shapes, check_same_tree, varying_type
 
 if TYPE_CHECKING:
     import optax

@@ -106,7 +106,7 @@ class TracedUpdate:
         return self.num_leaves + self.num_states
 
     def indices_of(self, leaf: int) -> list[int]:
-        """Of a parameter's gradient and state among the inputs, and of its update and state among the outputs."""
+        """Places of a parameter's gradient and state among the inputs, of its update and state among the outputs."""
         return [i for i, owner in enumerate(self.owners[: self.first_param]) if owner == leaf]
 
     def state_owners(self) -> tuple[int | None, ...]:
