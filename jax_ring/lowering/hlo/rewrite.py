@@ -146,13 +146,13 @@ class Computation:
 
     def _write_results(self, call: Collective, made: int, shapes: Sequence[Shape]) -> None:
         """Writes a collective's results, from those in other shapes."""
-        parts = [made]
+        elements = [made]
         if len(shapes) > 1:
-            parts = [
+            elements = [
                 self._add("get-tuple-element", shape, [made], [proto.integer(proto.TUPLE_INDEX, i)])
                 for i, shape in enumerate(shapes)
             ]
-        results = [self._write_whole(part, x, call) for part, x in zip(parts, call.results, strict=True)]
+        results = [self._write_whole(each, x, call) for each, x in zip(elements, call.results, strict=True)]
         if len(shapes) > 1:
             self._add("tuple", tuple_shape(call.results), results)
 
