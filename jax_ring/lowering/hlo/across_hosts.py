@@ -208,13 +208,13 @@ class _ComputationCopy:
         sent = [add("slice", block, instruction.integers(proto.OPERANDS), slices(each)) for each in limits]
         exchange = instruction.without(proto.DIMENSIONS)
         received = add("all-to-all", tuple_shape([block] * self._collective.num_hosts), _ids(sent), exchange)
-        parts = [
+        blocks = [
             add("get-tuple-element", block, _ids([received]), [proto.integer(proto.TUPLE_INDEX, i)])
             for i in range(self._collective.num_hosts)
         ]
-        yield from (*sent, received, *parts)
+        yield from (*sent, received, *blocks)
         along = Message([proto.data(proto.SHAPE, whole.message), proto.packed(proto.DIMENSIONS, [0])])
-        yield self._rewritten(along, "concatenate", instruction.integer(proto.ID), _ids(parts))
+        yield self._rewritten(along, "concatenate", instruction.integer(proto.ID), _ids(blocks))
 
     def _rewritten(self, instruction: Message, opcode: str, id_: int, operands: Sequence[int]) -> Message:
         # With the default layout a transpose moves data; with its own layout it moves nothing.

@@ -135,10 +135,11 @@ class Computation:
             return self._add("custom-call", result, ids, fields)
         function = self._program.add(lambda id_: _function(id_, self._replaced, shapes, result, fields))
         made = self._add("call", result, ids, [proto.packed(proto.CALLED, [function]), *_ON_COLLECTIVE_STREAM])
-        return self._add("opt-barrier", result, [made]) if result.is_tuple else made  # as in streams.py
+        # The barrier takes the tuple as a whole, so that the operations after it are not on the stream.
+        return self._add("opt-barrier", result, [made]) if result.is_tuple else made
 
     def _aliased(self, call: Collective) -> list[tuple[int, int]]:
-        """Pairs of operand and result in one buffer; see emitter.py for calls beside products."""
+        """Pairs of operand and result in one buffer. None beside products: XLA of JAX 0.12 adds no copies there."""
         if not call.kind.in_place or self._replaced.integer(proto.ID) in self._beside:
             return []
         allowed = self._buffers.may_share if self._platform.has_layouts else self._buffers.is_computed
@@ -146,13 +147,13 @@ class Computation:
 
     def _write_results(self, call: Collective, made: int, shapes: Sequence[Shape]) -> None:
         """Writes a collective's results, from those in other shapes."""
-        parts = [made]
+        elements = [made]
         if len(shapes) > 1:
-            parts = [
+            elements = [
                 self._add("get-tuple-element", shape, [made], [proto.integer(proto.TUPLE_INDEX, i)])
                 for i, shape in enumerate(shapes)
             ]
-        results = [self._write_whole(part, x, call) for part, x in zip(parts, call.results, strict=True)]
+        results = [self._write_whole(each, x, call) for each, x in zip(elements, call.results, strict=True)]
         if len(shapes) > 1:
             self._add("tuple", tuple_shape(call.results), results)
 
@@ -219,7 +220,7 @@ def _in_place_of(replaced: Message, made: Message) -> Message:
     return Message([*replaced.only(*own, proto.PREDECESSORS), *made.without(*own)])
 
 
-# Attributes of a call that XLA's GPU compiler runs on another stream; see streams.py.
+# Attributes of a call that XLA's GPU compiler runs on another stream.
 _ON_COLLECTIVE_STREAM = [
     proto.data(proto.FRONTEND, Message(proto.mapping(1, streams.attributes_of(streams.COLLECTIVE))))
 ]
