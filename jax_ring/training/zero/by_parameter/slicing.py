@@ -18,7 +18,7 @@ class NotElementwise(Exception):
     """An equation mixes elements of an array to be cut."""
 
 
-class Piece(NamedTuple):
+class Elements(NamedTuple):
     """Stands for elements `start` to `stop` of a flattened array."""
 
     value: Any
@@ -63,12 +63,12 @@ def compute(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[A
 def compute_piece(closed: core.ClosedJaxpr, outputs: Sequence[int], inputs: Sequence[Any], bounds: Bounds) -> list:
     """Some elements of flattened outputs of one shape, filled up to a size; the filling has no meaning.
 
-    Inputs may be filled `Piece`s. Raises NotElementwise if an equation needs more than a piece.
+    Inputs may be filled `Elements`. Raises NotElementwise if an equation needs more than a piece.
     """
     thin, operands = _thinned(closed, outputs, inputs)
 
     def cut(x):
-        return x if isinstance(x, Piece) else Piece(bounds.of(x))
+        return x if isinstance(x, Elements) else Elements(bounds.of(x))
 
     results = _evaluate(thin, closed.consts, operands, bounds.shape, cut)
     return _in_order(outputs, [cut(x).value for x in results])
@@ -122,7 +122,7 @@ def _evaluate(jaxpr, consts, operands, shape, cut) -> list:
 
 
 def _evaluate_equation(eqn, values, shape, cut) -> list:
-    if not any(isinstance(x, Piece) for x in values):
+    if not any(isinstance(x, Elements) for x in values):
         if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1 and not jnp.ndim(values[0]):
             (result,) = eqn.outvars
             if shape and result.aval.shape == shape:
@@ -130,11 +130,11 @@ def _evaluate_equation(eqn, values, shape, cut) -> list:
         return _compat.bind_equation(eqn, [_whole(x, shape) for x in values])
     if (inner := called(eqn)) is not None:
         return _evaluate(inner.jaxpr, inner.consts, values, shape, cut)
-    if eqn.primitive.name == "cond" and not isinstance(values[0], Piece):
+    if eqn.primitive.name == "cond" and not isinstance(values[0], Elements):
         return _evaluate_cond(eqn, values, shape, cut)
     if eqn.primitive.name in ELEMENTWISE and all(x.aval.shape == shape for x in eqn.outvars):
-        pieces = [cut(x).value if isinstance(x, Piece | Uniform) or jnp.ndim(x) or not shape else x for x in values]
-        return [Piece(x) for x in _compat.bind_equation(eqn, pieces)]
+        pieces = [cut(x).value if isinstance(x, Elements | Uniform) or jnp.ndim(x) or not shape else x for x in values]
+        return [Elements(x) for x in _compat.bind_equation(eqn, pieces)]
     raise NotElementwise(eqn.primitive.name)
 
 
@@ -146,15 +146,15 @@ def _evaluate_cond(eqn, values, shape, cut) -> list:
     """A `cond` on a whole value; results of the pieces' shape become pieces."""
     index, *operands = (_whole(x, shape) for x in values)
     are_pieces = [x.aval.shape == shape for x in eqn.outvars]
-    were_pieces = [isinstance(x, Piece) for x in operands]
+    were_pieces = [isinstance(x, Elements) for x in operands]
 
     def run(branch, *operands):
-        operands = [Piece(x) if piece else x for x, piece in zip(operands, were_pieces, strict=True)]
+        operands = [Elements(x) if piece else x for x, piece in zip(operands, were_pieces, strict=True)]
         results = _evaluate(branch.jaxpr, branch.consts, operands, shape, cut)
-        if any(isinstance(x, Piece) and not piece for x, piece in zip(results, are_pieces, strict=True)):
+        if any(isinstance(x, Elements) and not piece for x, piece in zip(results, are_pieces, strict=True)):
             raise NotElementwise("cond")
         return [cut(x).value if piece else _whole(x, shape) for x, piece in zip(results, are_pieces, strict=True)]
 
     branches = [partial(run, branch) for branch in eqn.params["branches"]]
-    results = lax.switch(index, branches, *(x.value if isinstance(x, Piece) else x for x in operands))
-    return [Piece(x) if piece else x for x, piece in zip(results, are_pieces, strict=True)]
+    results = lax.switch(index, branches, *(x.value if isinstance(x, Elements) else x for x in operands))
+    return [Elements(x) if piece else x for x, piece in zip(results, are_pieces, strict=True)]

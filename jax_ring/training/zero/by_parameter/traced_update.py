@@ -154,7 +154,7 @@ class TracedUpdate:
         outputs = [i for i, owner in enumerate(self.owners) if owner == leaf]
 
         def one_element(*inputs):
-            inputs = [slicing.Piece(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
+            inputs = [slicing.Elements(jnp.reshape(x, -1)[:1]) if i in cut else x for i, x in enumerate(inputs)]
             return slicing.compute_piece(self.closed, outputs, inputs, slicing.Bounds(shape, 0, 1, 1))
 
         try:

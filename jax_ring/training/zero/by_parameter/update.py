@@ -104,10 +104,10 @@ class OwnInputs:
             bounds = slicing.Bounds(avals[leaf].shape, start, stop, size)
             of_piece = partial(slicing.compute_piece, closed, outputs, bounds=bounds)
             if in_loops:  # padding and cutting stay out of the loops
-                filled = alone(of_piece, {j: slicing.Piece(bounds.filled(x)) for j, x in known.items()})
+                filled = alone(of_piece, {j: slicing.Elements(bounds.filled(x)) for j, x in known.items()})
                 results[i] = [x[: gradient.size] for x in filled]
             else:
-                results[i] = of_piece(self._inputs({j: slicing.Piece(x) for j, x in known.items()}, self.scalars))
+                results[i] = of_piece(self._inputs({j: slicing.Elements(x) for j, x in known.items()}, self.scalars))
         # One call for all other parameters computes their common terms once.
         rest = [i for i in range(len(self.pieces)) if i not in results]
         of_rest = [wanted(self.pieces[i].leaf) for i in rest]
@@ -140,10 +140,10 @@ def norm_over_ranks(
 
     def values_of(rank):
         inputs = inputs_of(rank)
-        parts = [x for of_piece in inputs.compute(lambda leaf: _outputs(request, traced, leaf)) for x in of_piece]
-        if rank == 0:  # parts without a gradient have no owner, so rank 0 adds them
-            parts += inputs.compute_shared(_outputs(request, traced, None))
-        return parts
+        values = [x for of_piece in inputs.compute(lambda leaf: _outputs(request, traced, leaf)) for x in of_piece]
+        if rank == 0:  # what has no gradient has no owner, so rank 0 adds it
+            values += inputs.compute_shared(_outputs(request, traced, None))
+        return values
 
     if request.order == "tree":
         return jnp.sqrt(_sum_in_tiles(_summands(request, traced, plan), values_of, plan, axis_name, request.dtype))
