@@ -462,6 +462,11 @@ def new_function(lowering_context, name: str, operand_types: list, result_types:
     return function
 
 
+def platforms_of(lowering_context) -> tuple[str, ...]:
+    """The platforms that an equation is lowered for."""
+    return tuple(lowering_context.platforms or lowering_context.module_context.platforms)
+
+
 def stream_of(lowering_context) -> str:
     """The GPU stream of `compute_on("gpu_stream:...")`; empty by default."""
     eqn_context = lowering_context.jaxpr_eqn_ctx

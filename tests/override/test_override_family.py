@@ -14,7 +14,7 @@ from jax._src.lax import parallel  # has the asynchronous collectives that jax.l
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import explain, override_lax, runtime
-from jax_ring.lowering import lax_rules
+from jax_ring.lowering import override
 
 X = np.random.default_rng(0).standard_normal((RANKS * SHAPE[0], SHAPE[1])).astype(np.float32)
 VALUES = X.reshape(RANKS, *SHAPE)
@@ -124,7 +124,7 @@ def test_axes_of_a_permutation_in_another_order_than_the_mesh():
 
 def test_partly_manual(monkeypatch):
     # Whoever serves it, the results are those of all devices by hand.
-    monkeypatch.setattr(lax_rules, "_has_warned", True)
+    monkeypatch.setattr(override, "_has_warned", True)
     mesh = make_mesh((RANKS, 2), ("i", "auto"))
     for name in ("all_to_all", "ppermute", "pbroadcast"):
         call, oracle = CALLS[name]

@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.module_state import state_of
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"

@@ -17,9 +17,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.hierarchical import wait_markers, xla_ops
-from jax_ring.lowering.hierarchical.inter_host import (
+from jax_ring.lowering.call import ALL_GATHER, REDUCE_SCATTER, CallSpec
+from jax_ring.lowering.hierarchical import crossing as by_xla
+from jax_ring.lowering.hierarchical import wait_markers
+from jax_ring.lowering.hierarchical.crossing import (
     Crossing,
     Types,
     by_all_reduce,
@@ -31,7 +32,6 @@ from jax_ring.lowering.hierarchical.inter_host import (
     types_of,
 )
 from jax_ring.lowering.hierarchical.steps import Steps
-from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges, fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import bitcasts, ops
@@ -113,10 +113,10 @@ def _across(steps: Steps, values: Sequence, types: Types) -> Sequence:
     if exchanges.are_copied(engine, levels, num_bytes):
         values = steps.each(bitcasts.to_words, values)
         values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values)
-        values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+        values = steps.inter(partial(by_xla.all_to_all, levels.inter), values)
         values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values)
     else:
-        values = steps.inter(partial(xla_ops.all_reduce, op, levels.inter), values)
+        values = steps.inter(partial(by_xla.all_reduce, op, levels.inter), values)
     if types.gathered != types.crossing:
         values = steps.each(partial(decoded, types=types), values)
     return values

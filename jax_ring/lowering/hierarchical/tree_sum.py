@@ -16,13 +16,12 @@ from jax import lax
 
 from jax_ring import shard_tree
 from jax_ring.lowering import trees
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.hierarchical import ranks_by_host, xla_ops
+from jax_ring.lowering.call import ALL_GATHER, REDUCE_SCATTER, CallSpec
+from jax_ring.lowering.custom_call import blocks
+from jax_ring.lowering.hierarchical import crossing, ranks_by_host
 from jax_ring.lowering.hierarchical.all_reduce import from_shards
-from jax_ring.lowering.hierarchical.inter_host import shard_size
+from jax_ring.lowering.hierarchical.crossing import shard_size
 from jax_ring.lowering.hierarchical.steps import Steps
-from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
 from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
@@ -64,12 +63,12 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
     values = steps.intra(REDUCE_SCATTER, steps.run(arrange, operands), roots)
     values = steps.each(partial(_sent, num_hosts=num_hosts, copies=copies), values)
-    values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+    values = steps.inter(partial(crossing.all_to_all, levels.inter), values)
     values = steps.run(fold, values)
     if scatters:
         return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
     if not copies:
-        values = steps.inter(partial(xla_ops.all_gather, levels.inter), steps.each(bitcasts.to_words, values))
+        values = steps.inter(partial(crossing.all_gather, levels.inter), steps.each(bitcasts.to_words, values))
         values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values)
     values = steps.intra(ALL_GATHER, values, [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes])
     return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_out, strict=True)]
@@ -90,10 +89,10 @@ def _in_parts_by_owner(
     x: jax.Array, *, lead: tuple, group: jax.Array, layouts: Sequence[tuple[trees.GroupTree, ...]], dtype, **dimensions
 ) -> jax.Array:
     """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard. group: the rank's, as an index."""
-    first: Callable = partial(layout.blocks_first, **dimensions)
-    blocks = jax.vmap(first)(x) if lead else first(x)
+    first: Callable = partial(blocks.blocks_first, **dimensions)
+    by_rank = jax.vmap(first)(x) if lead else first(x)
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in layouts]
-    ordered = jnp.take(blocks.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
+    ordered = jnp.take(by_rank.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
     return ordered.reshape(*lead, len(layouts[0][0].ranks), -1)
 
 

@@ -16,15 +16,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.call import CallSpec
 from jax_ring.lowering.hierarchical import other_collectives
 from jax_ring.lowering.hlo import proto, wire
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.replica_groups import Unsupported
 from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
 from jax_ring.lowering.hlo.wire import Message
+from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.override_state import for_xla
-from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.ops import aval_of
 
 _ENTRY = 6  # a field of HloModuleProto

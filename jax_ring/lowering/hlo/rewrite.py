@@ -129,7 +129,7 @@ class Computation:
         return self._add("opt-barrier", result, [made]) if result.is_tuple else made  # as in streams.py
 
     def _aliased(self, call: Collective) -> list[tuple[int, int]]:
-        """Pairs of operand and result in one buffer; see emitter.py for calls beside products."""
+        """Pairs of operand and result in one buffer; see custom_call/engine.py for calls beside products."""
         if not call.kind.in_place or self._replaced.integer(proto.ID) in self._beside:
             return []
         allowed = self._buffers.may_share if self._platform.has_layouts else self._buffers.is_computed

@@ -6,7 +6,7 @@ needs a rounded copy.
 
 from jax.extend.mlir import ir
 
-from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring.lowering.module_state import ModuleState, state_of
 from jax_ring.lowering.xla import ops
 
 
@@ -30,7 +30,7 @@ def rounded_again(ctx, total: ir.Value, dtype) -> ir.Value:
     return rounded
 
 
-def drop_redundant_casts(state: LoweringState) -> None:
+def drop_redundant_casts(state: ModuleState) -> None:
     """Makes the module use sums as they are where it would widen them."""
     for total, rounded in state.rounded_sums:
         for use in list(rounded.uses):

@@ -10,8 +10,8 @@ from typing import Any
 from jax.extend.core import Literal, Primitive
 
 from jax_ring import _compat
+from jax_ring.lowering.module_state import Numbers
 from jax_ring.lowering.passes import combiner
-from jax_ring.lowering.state import Numbers
 
 # Primitives with any number of operands of one dtype and one result for each.
 PRIMITIVES: set[Primitive] = set()

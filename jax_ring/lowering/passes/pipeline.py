@@ -8,22 +8,21 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering.hlo import hook
+from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.override_state import enabled
 from jax_ring.lowering.passes import (
     combiner,
     donation,
     exit_barrier,
     fold_casts,
-    inherited_lines,
     merge_equations,
     program_id,
     source_lines,
 )
-from jax_ring.lowering.state import state_of
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
-    jaxpr = inherited_lines.inherit(params["jaxpr"], ctx.traceback)
+    jaxpr = source_lines.inherit(params["jaxpr"], ctx.traceback)
     if jax.process_count() > 1:
         program_id.note_body(ctx, jaxpr)  # before its calls are lowered
     else:

@@ -16,7 +16,7 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.distributed import discovery
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.module_state import state_of
 
 _MAX_BYTES = 1 << 16  # size limit of an array that is part of a program
 
