@@ -709,8 +709,8 @@ def evaluate_operands_apart(primitive) -> None:
 
 def _part(eqn, wanted: Sequence[bool]):
     """The equation for some operands and their results; None for none."""
-    keep = lambda variables: [v for v, is_wanted in zip(variables, wanted, strict=True) if is_wanted]  # noqa: E731
-    return eqn.replace(invars=keep(eqn.invars), outvars=keep(eqn.outvars)) if any(wanted) else None
+    kept = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    return eqn.replace(invars=[eqn.invars[i] for i in kept], outvars=[eqn.outvars[i] for i in kept]) if kept else None
 
 
 def _drop_unused(used: list[bool], *rest) -> tuple:

@@ -22,7 +22,7 @@ from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks,
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import register, ring_all_gather_p, ring_psum_scatter_p
 from jax_ring.lowering.call import ALL_REDUCE, CallSpec
-from jax_ring.lowering.custom_call.description import describe
+from jax_ring.lowering.custom_call.operation import describe
 from jax_ring.lowering.hierarchical import all_reduce, crossing, wait_markers
 from jax_ring.lowering.hierarchical.crossing import Crossing, Step
 from jax_ring.lowering.plan import STEPS, replica_groups, who_serves

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ring import _compat
 from jax_ring.lowering import trees
-from jax_ring.lowering.topology import Levels
+from jax_ring.lowering.topology import Levels, Member
 from jax_ring.options import Options
 
 
@@ -97,6 +97,7 @@ class Service(NamedTuple):
     Attributes:
       levels: groups of the engine and of XLA; None if XLA serves the whole call.
       engine: "cpu" or "cuda".
+      members: by mesh position, the devices that it connects.
       why_not: the reason, if `levels` is None.
       automatic_axes: axes that enclosing shard_maps leave to the compiler, of more than one device.
       group_trees: of the engine's groups, for order "tree".
@@ -104,6 +105,7 @@ class Service(NamedTuple):
 
     levels: Levels | None
     engine: str = ""
+    members: tuple[Member, ...] = ()
     why_not: str = ""
     automatic_axes: tuple[str, ...] = ()
     group_trees: tuple[trees.GroupTree, ...] = ()

@@ -19,8 +19,8 @@ from jax_ring import _compat, runtime
 from jax_ring.lowering import topology, trees, tuning
 from jax_ring.lowering.call import ALL_REDUCE, REDUCE_SCATTER, CallSpec, Kind, Pairs, Service
 from jax_ring.lowering.custom_call import partitioned
-from jax_ring.lowering.custom_call.description import describe
 from jax_ring.lowering.custom_call.engine import EnginePlan, plan_engine
+from jax_ring.lowering.custom_call.operation import describe
 from jax_ring.lowering.hierarchical import other_collectives, ranks_by_host, wait_markers
 from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.xla import fallback, ops
@@ -223,7 +223,8 @@ def who_serves(
         return Service(None, why_not=f"its axes belong to {type(axis_context).__name__}, not to a shard_map")
     if kind.is_ragged and platforms[0] != "cpu":
         return Service(None, why_not="the CUDA engine has no ragged all-to-all")
-    levels, why_not = topology.levels_of(platforms[0], axis_context.mesh, groups)
+    members = topology.members_of(platforms[0], axis_context.mesh)
+    levels, why_not = topology.levels_of(platforms[0], axis_context.mesh, groups, members)
     sizes, manual = axis_context.mesh.shape, axis_context.manual_axes
     # The compiler can divide an array over these.
     if automatic_axes := tuple(sorted([str(axis) for axis in sizes if axis not in manual and sizes[axis] > 1])):
@@ -238,7 +239,7 @@ def who_serves(
         group_trees = trees.trees_of(groups, levels.intra, options)
         if platforms[0] == "cuda" and (beyond := trees.why_beyond_kernels(group_trees)):
             return Service(None, why_not=beyond)
-    return Service(levels, platforms[0], why_not, automatic_axes, group_trees)
+    return Service(levels, platforms[0], tuple(members or ()), why_not, automatic_axes, group_trees)
 
 
 # ---- XLA, where no engine serves a call ------------------------------------------------------------------------------

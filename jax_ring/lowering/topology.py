@@ -19,6 +19,18 @@ Groups = Sequence[Sequence[int]]  # of mesh positions
 _MAX_RANKS = 64
 
 
+class Member(NamedTuple):
+    """A rank's device, for all processes.
+
+    Attributes:
+      process: its owner.
+      id: a CPU device's position in the mesh; a GPU's id in JAX, which every process knows.
+    """
+
+    process: int
+    id: int
+
+
 class Levels(NamedTuple):
     """A call's groups, split between hosts.
 
@@ -43,9 +55,10 @@ class Levels(NamedTuple):
         return len(self.inter[0]) if self.inter else 1
 
 
-def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
-    """How an engine, "cpu" or "cuda", serves these groups; or None, and why not."""
-    members = members_of(engine, mesh)
+def levels_of(
+    engine: str, mesh, groups: tuple[tuple[int, ...], ...], members: Sequence[Member] | None
+) -> tuple[Levels | None, str]:
+    """How an engine, "cpu" or "cuda", serves these groups; or None, and why not. members: as from `members_of`."""
     if members is None:
         return None, _WHY_UNKNOWN[engine].format(count=jax.process_count())
     processes = [member.process for member in members]
@@ -91,18 +104,6 @@ def _split_by_host(
 def crossing_text(num_hosts: int) -> str:
     """Why a call across hosts is not split; the beginning."""
     return f"the ranks of a group are on {num_hosts} hosts"
-
-
-class Member(NamedTuple):
-    """A rank's device, for all processes.
-
-    Attributes:
-      process: its owner.
-      id: a CPU device's position in the mesh; a GPU's id in JAX, which every process knows.
-    """
-
-    process: int
-    id: int
 
 
 _WHY_UNKNOWN = {

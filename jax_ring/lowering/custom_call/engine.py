@@ -14,7 +14,7 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering import topology, tuning
+from jax_ring.lowering import tuning
 from jax_ring.lowering.call import CallSpec
 from jax_ring.lowering.custom_call import blocks, partitioned, streams
 from jax_ring.lowering.custom_call.operation import CONFIG, attributes_without_config, dictionary, entries
@@ -57,35 +57,36 @@ class EnginePlan:
         call = self.call
         if self.scatters:
             operands = [blocks.lower_blocks_first(x, slots=self.slots, **call.blocks) for x in operands]
-        if self.custom_call is not None:
-            results = self._emit_custom_call(ctx, operands, self.custom_call)
-        elif call.perm == ():
-            results = [ops.inline_one(ctx, jnp.zeros_like, x) for x in operands]
+        if self.custom_call is None:
+            results = self._without_call(ctx, operands)
         else:
-            results = [ops.reshape(x, tuple(each.shape)) for x, each in zip(operands, self.results, strict=True)]
+            state = state_of(ctx)
+            hidden: list[ir.Value] = []
+            if self.takes_position:
+                # The calls of a block share the mesh position.
+                hidden = [_compat.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)]
+            aliases = [(len(hidden) + i, result) for i, result in self.may_alias if _should_alias(operands[i])]
+            of_line = self.custom_call._replace(lines=(state.site or _compat.call_site(ctx),))
+            build = partial(build_call, ctx, state, of_line, self.results, aliases, _compat.location_by_user(ctx))
+            operands = [*hidden, *operands]
+            if self.stream:
+                results = streams.emit_on(ctx, self.stream, build, operands, self.results)
+            else:
+                built = build(operands)
+                results = list(built.results)
+                if not state.may_leave_out:  # see passes/exit_barrier.py
+                    enclosing = ir.InsertionPoint(built).block.owner.operation
+                    state.may_leave_out = enclosing.name != "sdy.manual_computation"
         if self.gathers:
             at = call.dimension if call.concat_dimension is None else call.concat_dimension
             results = [blocks.lower_blocks_at(x, dimension=at, tiled=call.tiled) for x in results]
         return results
 
-    def _emit_custom_call(self, ctx, operands: Sequence, known: CustomCall) -> Sequence:
-        """Emits the custom call for operands with the blocks first."""
-        state = state_of(ctx)
-        hidden: list[ir.Value] = []
-        if self.takes_position:
-            # The calls of a block share the mesh position.
-            hidden = [_compat.once(ctx, ("position", ir.InsertionPoint.current.block), hlo.partition_id)]
-        aliases = [(len(hidden) + i, result) for i, result in self.may_alias if _should_alias(operands[i])]
-        of_line = known._replace(lines=(state.site or _compat.call_site(ctx),))
-        build = partial(build_call, ctx, state, of_line, self.results, aliases, _compat.location_by_user(ctx))
-        operands = [*hidden, *operands]
-        if self.stream:
-            return streams.emit_on(ctx, self.stream, build, operands, self.results)
-        built = build(operands)
-        if not state.may_leave_out:  # see passes/exit_barrier.py
-            enclosing = ir.InsertionPoint(built).block.owner.operation
-            state.may_leave_out = enclosing.name != "sdy.manual_computation"
-        return list(built.results)
+    def _without_call(self, ctx, operands: Sequence) -> list:
+        """The results where nothing is sent."""
+        if self.call.perm == ():
+            return [ops.inline_one(ctx, jnp.zeros_like, x) for x in operands]
+        return [ops.reshape(x, tuple(each.shape)) for x, each in zip(operands, self.results, strict=True)]
 
 
 def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
@@ -108,9 +109,19 @@ def plan_engine(call: CallSpec, ctx) -> EnginePlan:
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals_out]
     if call.perm == () or max(map(len, call.groups)) == 1:
         return EnginePlan(call, None, scatters, gathers, slots, results)
-    stream = streams.stream_of(ctx, call.options) if call.service.engine == "cuda" else streams.MAIN
+    stream, program, lane = streams.MAIN, "", 0
+    if call.service.engine == "cuda":
+        stream = streams.stream_of(ctx, call.options)
+        lane = streams.lane_of(ctx, stream)
+    elif jax.process_count() > 1:
+        program = program_id.name_of(ctx)
     target = (runtime.ASYNC_TARGETS if stream else runtime.TARGETS)[call.kind.name]
-    shared = _shared_attributes(ctx, call, stream)
+    # Equal for calls that differ in types alone.
+    key = (
+        call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
+        call.groups, call.service, call.part, call.rounds_to, program, lane,
+    )  # fmt: skip
+    shared = _compat.once(ctx, ("attributes", *key), attributes, call, program, lane)
     may_alias = [] if stream else _may_alias(call, len(avals_in), slots)
     if stream and _compat.stream_of(ctx):
         stream = streams.MAIN  # JAX moves everything around the call to the user's stream
@@ -137,32 +148,16 @@ def plan_engine(call: CallSpec, ctx) -> EnginePlan:
 # ---- Attributes that all engines decode: see ffi/attributes/attributes.h ---------------------------------------------
 
 
-def _shared_attributes(ctx, call: CallSpec, stream: str) -> ir.DictAttr:
-    """The attributes of all calls like this one, on this stream."""
-    mesh, program, lane = ctx.module_context.axis_context.mesh, "", 0
-    if call.service.engine == "cuda":
-        lane = streams.lane_of(ctx, stream)
-    elif jax.process_count() > 1:
-        program = program_id.name_of(ctx)
-    key = (
-        call.kind, call.op, call.root, call.perm, call.options.algorithm, call.options.order,
-        call.service, mesh, call.part, call.rounds_to, program, lane,
-    )  # fmt: skip
-    return _compat.once(ctx, ("attributes", *key), attributes, call, mesh, program, lane)
-
-
-def attributes(call: CallSpec, mesh, program: str, lane: int) -> ir.DictAttr:
+def attributes(call: CallSpec, program: str, lane: int) -> ir.DictAttr:
     """A call's attributes, without `call` and `site`.
 
     Args:
       program: the program's name between processes.
       lane: the stream's number on a GPU.
     """
-    groups, levels, engine = call.groups, call.service.levels, call.service.engine
-    of_mesh = topology.members_of(engine, mesh)
+    groups, engine, levels = call.groups, call.service.engine, call.service.levels
     assert levels is not None  # checked by plan.who_serves
-    assert of_mesh is not None
-    members = [of_mesh[position] for group in groups for position in group]
+    members = [call.service.members[position] for group in groups for position in group]
     one_shot: Sequence[int] = ()
     two_shot: Sequence[int] = ()
     if engine == "cuda" or levels.num_processes > 1:  # within a process the CPU engine has one algorithm

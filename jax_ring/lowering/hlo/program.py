@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from jax_ring import _compat
 from jax_ring.lowering.call import CallSpec
 from jax_ring.lowering.custom_call import engine, operation, streams
-from jax_ring.lowering.custom_call.description import Description
+from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.wire import Message
@@ -125,7 +125,7 @@ class Program:
             spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
-            shared = engine.attributes(spec, self._mesh, name, streams.LANES[is_beside])
+            shared = engine.attributes(spec, name, streams.LANES[is_beside])
             own = {"call": ir.StringAttr.get(described), "site": ir.StringAttr.get(site)}
             config = ir.DictAttr.get({**dict(operation.entries(shared)), **own})
             return EngineCall(str(config), spec.blocks_apart)

@@ -16,8 +16,7 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering.custom_call import engine
-from jax_ring.lowering.custom_call.description import describe_joined, function_and_axes
-from jax_ring.lowering.custom_call.operation import CONFIG, aliased_operands
+from jax_ring.lowering.custom_call.operation import CONFIG, aliased_operands, describe_joined, function_and_axes
 from jax_ring.lowering.module_state import CustomCall, ModuleState, Numbers
 from jax_ring.lowering.passes import dataflow, exchanges
 
@@ -28,10 +27,28 @@ COMBINE_THRESHOLD_COUNT = 256
 
 
 def join(ctx, state: ModuleState, parent: ir.Operation) -> None:
-    """Joins the calls in the body of a lowered shard_map, or of an operation or function within."""
-    for region in parent.regions:
-        for block in region:
-            _join_block(ctx, state, block)
+    """Joins the calls in each block of a lowered shard_map, or of an operation or function within."""
+    for block in [block for region in parent.regions for block in region]:
+        operations: list[ir.Operation] = []
+        calls: dict[int, CustomCall] = {}
+        exchanged: dict[int, ir.Operation] = {}
+        for i, view in enumerate(block.operations):
+            op = view.operation
+            operations.append(op)
+            name = op.name
+            if name == "stablehlo.custom_call":
+                attributes = op.attributes
+                call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
+                if call is not None:
+                    calls[i] = call
+            elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
+                exchanged[i] = op
+            elif name == "func.call":
+                _join_function(ctx, state, op)
+            elif len(op.regions) and name != "sdy.manual_computation":  # a nested shard_map has been looked at already
+                join(ctx, state, op)
+        if len(calls) + len(exchanged) > 1:
+            _join_calls(ctx, state, operations, calls, exchanged)
 
 
 def _join_function(ctx, state: ModuleState, caller: ir.Operation) -> None:
@@ -40,29 +57,6 @@ def _join_function(ctx, state: ModuleState, caller: ir.Operation) -> None:
     if name not in state.joined_functions:
         state.joined_functions.add(name)
         join(ctx, state, _compat.called_function(ctx, caller))
-
-
-def _join_block(ctx, state: ModuleState, block: ir.Block) -> None:
-    operations: list[ir.Operation] = []
-    calls: dict[int, CustomCall] = {}
-    exchanged: dict[int, ir.Operation] = {}
-    for i, view in enumerate(block.operations):
-        op = view.operation
-        operations.append(op)
-        name = op.name
-        if name == "stablehlo.custom_call":
-            attributes = op.attributes
-            call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
-            if call is not None:
-                calls[i] = call
-        elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
-            exchanged[i] = op
-        elif name == "func.call":
-            _join_function(ctx, state, op)
-        elif len(op.regions) and name != "sdy.manual_computation":  # a nested shard_map has been looked at already
-            join(ctx, state, op)
-    if len(calls) + len(exchanged) > 1:
-        _join_calls(ctx, state, operations, calls, exchanged)
 
 
 def _join_calls(
