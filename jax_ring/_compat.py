@@ -9,7 +9,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.extend.backend
@@ -23,6 +23,8 @@ from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
 T = TypeVar("T")
+# JAX's `mlir.LoweringRuleContext`, by whose own annotations operands could be of types without a shape.
+LoweringContext: TypeAlias = Any
 
 if jax.__version_info__ < OLDEST_JAX:
     raise ImportError(

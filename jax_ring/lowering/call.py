@@ -45,7 +45,7 @@ class Kind:
         is_wrong = self is REDUCE_SCATTER and "cpu" in platforms and _compat.WRONG_REDUCE_SCATTER_ON_CPU
         return self.name if self.has_xla and not is_wrong else ALL_REDUCE.name
 
-    def refusal(self, op: str, dtype) -> str:
+    def refusal(self, op: str, dtype: Any) -> str:
         """Why it refuses a dtype, with places for function and type; empty if it does not.
 
         op: the reduction.
@@ -62,7 +62,7 @@ class Kind:
         return ""
 
 
-def is_number(dtype) -> bool:
+def is_number(dtype: Any) -> bool:
     """Whether NumPy knows a dtype: no random keys, and no float0."""
     return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0
 

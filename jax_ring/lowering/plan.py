@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
 from jax_ring.lowering import topology, trees, tuning
@@ -44,7 +46,7 @@ WIDENED = {
 STEPS: dict[Primitive, Callable] = {}
 
 
-def lower(call: CallSpec, ctx, *operands, **params) -> Sequence:
+def lower(call: CallSpec, ctx: _compat.LoweringContext, *operands: ir.Value, **params: Any) -> Sequence:
     """The lowering rule of all primitives but ragged ones: makes a plan, once for equal calls, and emits it.
 
     Args:
@@ -59,7 +61,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> Sequence:
     return _compat.once(ctx, key, plan_call, call, ctx, params).emit(ctx, operands)
 
 
-def lowering_key(ctx, params: dict) -> tuple:
+def lowering_key(ctx: _compat.LoweringContext, params: dict) -> tuple:
     """Cache key: calls with equal keys lower identically, except for lines. params: of the primitive."""
     return (
         ctx.primitive,
@@ -94,7 +96,7 @@ class Plan:
     engine: EnginePlan | None
     crosses_hosts: bool
 
-    def emit(self, ctx, operands: Sequence) -> Sequence:
+    def emit(self, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
         """Emits the call for operands of the planned types, and returns its results."""
         call = self.call
         if self.drops_slots:
@@ -123,7 +125,7 @@ class Plan:
         return _converted(fallback.emit_along_tree(call, _widened(ctx, self.widened), operands), ctx.avals_out)
 
 
-def plan_call(call: CallSpec, ctx, params: dict) -> Plan:
+def plan_call(call: CallSpec, ctx: _compat.LoweringContext, params: dict) -> Plan:
     """The plan of a call of operands and results of the types in ctx, without a reference to ctx.
 
     params: of the primitive.
@@ -182,7 +184,7 @@ def _converted(results: Sequence, avals: Sequence[jax.core.ShapedArray]) -> list
     return [ops.convert(x, aval.dtype) for x, aval in zip(results, avals, strict=True)]
 
 
-def replica_groups(axis_context, axes: tuple, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
+def replica_groups(axis_context: Any, axes: tuple, axis_index_groups: Sequence | None) -> tuple[tuple[int, ...], ...]:
     """The groups of mesh positions of a call over `axes`, in rank order."""
     groups = [tuple(map(int, group)) for group in _compat.axis_groups(axis_context, axes)]
     if axis_index_groups is None:
@@ -190,7 +192,7 @@ def replica_groups(axis_context, axes: tuple, axis_index_groups: Sequence | None
     return tuple([tuple([group[i] for i in members]) for group in groups for members in axis_index_groups])
 
 
-def symbolic_shapes(ctx) -> list[str]:
+def symbolic_shapes(ctx: _compat.LoweringContext) -> list[str]:
     """Operand shapes with symbolic dimensions, in a program of `jax.export`."""
     return [f"({', '.join(map(str, aval.shape))})" for aval in ctx.avals_in if set(map(type, aval.shape)) - {int}]
 
@@ -198,7 +200,7 @@ def symbolic_shapes(ctx) -> list[str]:
 # ---- Who serves ------------------------------------------------------------------------------------------------------
 
 
-def service_of(ctx, call: CallSpec) -> Service:
+def service_of(ctx: _compat.LoweringContext, call: CallSpec) -> Service:
     """Who serves a call of operands of the types in ctx."""
     if shapes := symbolic_shapes(ctx):
         why_not = f"in a shard_map, JAX does not refine custom calls of a symbolic shape, here {shapes[0]}"
@@ -210,7 +212,7 @@ def service_of(ctx, call: CallSpec) -> Service:
 
 def who_serves(
     platforms: tuple[str, ...],
-    axis_context,
+    axis_context: Any,
     groups: tuple[tuple[int, ...], ...],
     kind: Kind,
     options: Options,

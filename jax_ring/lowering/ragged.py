@@ -1,10 +1,12 @@
 """Lowers a ragged all-to-all: ranks gather sizes and offsets, then send slices."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering.call import ALL_GATHER, CallSpec
@@ -13,7 +15,7 @@ from jax_ring.lowering.plan import WIDENED, note_fallback, plan_call
 from jax_ring.lowering.xla import fallback, ops
 
 
-def lower(call: CallSpec, ctx, *operands, **params) -> list:
+def lower(call: CallSpec, ctx: _compat.LoweringContext, *operands: ir.Value, **params: Any) -> list:
     """Emits two custom calls to an engine, or what XLA can do.
 
     Args:

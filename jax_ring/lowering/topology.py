@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(
-    engine: str, mesh, groups: tuple[tuple[int, ...], ...], members: Sequence[Member] | None
+    engine: str, mesh: Any, groups: tuple[tuple[int, ...], ...], members: Sequence[Member] | None
 ) -> tuple[Levels | None, str]:
     """How an engine, "cpu" or "cuda", serves these groups; or None, and why not. members: as from `members_of`."""
     if members is None:
@@ -112,7 +112,7 @@ _WHY_UNKNOWN = {
 }
 
 
-def members_of(engine: str, mesh) -> list[Member] | None:
+def members_of(engine: str, mesh: Any) -> list[Member] | None:
     """By mesh position; None if unknown yet, or not all are GPUs that the CUDA engine needs."""
     devices = _compat.mesh_devices(mesh)
     if engine == "cuda":
@@ -123,7 +123,7 @@ def members_of(engine: str, mesh) -> list[Member] | None:
     return [Member(0, position) for position in range(mesh.size)] if jax.process_count() == 1 else None
 
 
-def processes_of_cpus(mesh) -> list[int] | None:
+def processes_of_cpus(mesh: Any) -> list[int] | None:
     """By mesh position, its process; None if unknown yet."""
     members = members_of("cpu", mesh)
     return None if members is None else [member.process for member in members]

@@ -52,7 +52,7 @@ class EnginePlan:
     takes_position: bool = False
     stream: str = streams.MAIN
 
-    def emit(self, ctx, operands: Sequence) -> Sequence:
+    def emit(self, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
         """Emits one custom call for all operands."""
         call = self.call
         if self.scatters:
@@ -82,19 +82,19 @@ class EnginePlan:
             results = [blocks.lower_blocks_at(x, dimension=at, tiled=call.tiled) for x in results]
         return results
 
-    def _without_call(self, ctx, operands: Sequence) -> list:
+    def _without_call(self, ctx: _compat.LoweringContext, operands: Sequence) -> list:
         """The results where nothing is sent."""
         if self.call.perm == ():
             return [ops.inline_one(ctx, jnp.zeros_like, x) for x in operands]
         return [ops.reshape(x, tuple(each.shape)) for x, each in zip(operands, self.results, strict=True)]
 
 
-def emit(ctx, operands: Sequence, call: CallSpec) -> Sequence:
+def emit(ctx: _compat.LoweringContext, operands: Sequence, call: CallSpec) -> Sequence:
     """Emits one custom call for all operands, of the types in ctx."""
     return plan_engine(call, ctx).emit(ctx, operands)
 
 
-def plan_engine(call: CallSpec, ctx) -> EnginePlan:
+def plan_engine(call: CallSpec, ctx: _compat.LoweringContext) -> EnginePlan:
     """How an engine serves a call of operands and results of the types in ctx."""
     scatters, gathers = call.kind.scatters and not call.part, call.kind.gathers and not call.part
     group_trees = call.service.group_trees
@@ -197,7 +197,7 @@ _MAX_LINES = 4  # beyond which a text does not help
 
 
 def build_call(
-    ctx,
+    ctx: _compat.LoweringContext,
     state: ModuleState,
     call: CustomCall,
     types: Sequence[ir.Type],

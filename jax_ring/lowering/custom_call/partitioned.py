@@ -9,6 +9,7 @@ process can compile it.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,7 +83,7 @@ def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_
 # ---- For XLA's partitioner -------------------------------------------------------------------------------------------
 
 
-def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
+def partition(shapes_in: Sequence, shardings_in: Sequence, shape_out: Any, sharding_out: Any, config: bytes) -> tuple:
     """The program of one device: (bytecode, shardings of operands, sharding of the result)."""
     shapes_out, shardings_out = [shape_out], [sharding_out]
     if is_tuple := shape_out.is_tuple():

@@ -89,7 +89,7 @@ class Types(NamedTuple):
     gathered: np.dtype
 
 
-def types_of(op: str, dtype) -> Types:
+def types_of(op: str, dtype: np.dtype) -> Types:
     """The dtypes of an all-reduce of `dtype` across hosts.
 
     Sums of small floats cross in float32 and are rounded once, as on one host. CPU devices send no more for it: XLA's
@@ -116,13 +116,13 @@ class Step(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """How a rank's shard crosses hosts.
+    """How a rank's chunk crosses hosts.
 
     Attributes:
-      scattered: a shard's dtype.
+      scattered: a chunk's dtype.
       result: the dtype after the all-gather.
       bytes_each: an element's bytes when the number of parts is decided.
-      unit: of which a shard's elements are a multiple.
+      unit: of which a chunk's elements are a multiple.
       max_parts: of a message; each is a few calls.
       rounded: the small float to which sums are rounded before hosts gather; or None.
     """
@@ -137,7 +137,7 @@ class Crossing(NamedTuple):
 
 
 def by_all_reduce(op: str, groups: Groups, types: Types) -> Crossing:
-    """XLA's all-reduce. groups: ranks with one shard on different hosts."""
+    """XLA's all-reduce. groups: ranks with one chunk on different hosts."""
 
     def cross(ctx, x):
         if types.crossing != types.scattered:
@@ -179,12 +179,12 @@ def by_exchange(groups: Groups, rounded: np.dtype) -> Crossing:
 
 
 def encoded(x: jax.Array, op: str, types: Types) -> jax.Array:
-    """What crosses of a shard, in another dtype."""
+    """What crosses of a chunk, in another dtype."""
     return bitcasts.to_ordered_integers(x, key_type=types.crossing, largest=op == "max")
 
 
 def decoded(x: jax.Array, types: Types) -> jax.Array:
-    """The shard of the result from the reduction of what crossed."""
+    """The chunk of the result from the reduction of what crossed."""
     if types.crossing == types.scattered:
         return x.astype(types.gathered)
     return bitcasts.from_ordered_integers(x, dtype=types.gathered)
@@ -201,6 +201,6 @@ def fold(terms: jax.Array, op: str = "sum") -> jax.Array:
     return total
 
 
-def shard_size(num_elements: int, num_shards: int, unit: int = 1) -> int:
-    """The elements of each shard; the last ones are padded."""
-    return math.ceil(num_elements / num_shards / unit) * unit
+def chunk_size(num_elements: int, num_chunks: int, unit: int = 1) -> int:
+    """The elements of each chunk; the last ones are padded."""
+    return math.ceil(num_elements / num_chunks / unit) * unit

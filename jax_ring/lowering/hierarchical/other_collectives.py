@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring import _compat
 from jax_ring.lowering import call as calls
 from jax_ring.lowering import trees
 from jax_ring.lowering.call import CallSpec
@@ -23,7 +24,7 @@ from jax_ring.lowering.xla import bitcasts
 from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 
 
-def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
+def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
     if call.kind is calls.REDUCE or call.kind is calls.ALL_REDUCE:
         return _sum(call, ctx, operands)
     if call.adds_along_tree:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
+from jax_ring import _compat
 from jax_ring.lowering.call import CallSpec, Kind
 from jax_ring.lowering.custom_call import engine
 from jax_ring.lowering.hierarchical import wait_markers
@@ -17,7 +17,7 @@ from jax_ring.lowering.xla import ops
 class Steps(NamedTuple):
     """A call across hosts, in lowering."""
 
-    ctx: mlir.LoweringRuleContext
+    ctx: _compat.LoweringContext
     call: CallSpec
 
     def run(self, fun: Callable, values: Sequence) -> list:

@@ -14,7 +14,9 @@ from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.passes import source_lines
 
 
-def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups) -> Sequence:
+def enclose(
+    ctx: _compat.LoweringContext, operands: Sequence, emit: Callable, *, call: str, groups: topology.Groups
+) -> Sequence:
     """Results of `emit(operands)`, which emits XLA's collectives in these groups.
 
     A custom call before them notes that the call begins, one after them that it has ended; both pass operands on in
@@ -41,7 +43,7 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
     return _pass_through(results, begins=0, site="", **of_call)
 
 
-def are_enclosed(ctx, groups: topology.Groups) -> bool:
+def are_enclosed(ctx: _compat.LoweringContext, groups: topology.Groups) -> bool:
     """Whether `enclose` marks collectives in these groups."""
     return _processes_of(ctx, groups) is not None
 

@@ -26,7 +26,7 @@ COMBINE_THRESHOLD_BYTES = 25 << 20
 COMBINE_THRESHOLD_COUNT = 256
 
 
-def join(ctx, state: ModuleState, parent: ir.Operation) -> None:
+def join(ctx: _compat.LoweringContext, state: ModuleState, parent: ir.Operation) -> None:
     """Joins the calls in each block of a lowered shard_map, or of an operation or function within."""
     for block in [block for region in parent.regions for block in region]:
         operations: list[ir.Operation] = []

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
@@ -51,7 +52,12 @@ def rule(jax_rule: Callable) -> Callable:
 
 
 def end_program(
-    module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence, is_exported: bool
+    module: ir.Module,
+    jaxpr: ClosedJaxpr,
+    platforms: tuple[str, ...],
+    donates: bool,
+    meshes: Sequence,
+    is_exported: bool,
 ) -> None:
     """Passes on a program lowered from a jaxpr. meshes: of arguments and results."""
     if source_lines.REQUEST in module.operation.attributes:

@@ -11,6 +11,7 @@ compared by the operations in them, without operands.
 import operator
 from collections import defaultdict
 from collections.abc import Hashable
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.mlir import ir
@@ -32,7 +33,7 @@ _MAX_PLACES = 16
 _JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
-def inherit(jaxpr, traceback):
+def inherit(jaxpr: Any, traceback: Any):
     """A jaxpr in which collectives without a line of the user have that of the equation around them.
 
     JAX cuts tracebacks off at the function that it traces, which may be the collective itself, as in

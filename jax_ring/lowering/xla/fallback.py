@@ -8,11 +8,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, shard_tree
@@ -38,7 +41,9 @@ def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
     return total
 
 
-def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+def lower_reduce_to_xla(
+    ctx: _compat.LoweringContext, operand: ir.Value, *, axes: tuple, axis_index_groups: Sequence | None, root: int
+):
     """A reduce: an all-reduce, then zeros off the root."""
     del axis_index_groups
     (aval,) = ctx.avals_in
@@ -47,13 +52,15 @@ def lower_reduce_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     return [ops.inline_one(ctx, partial(on_root, axes=axes, root=root), total, aval)]
 
 
-def on_root(total, axes, root):
+def on_root(total: jax.Array, axes: tuple, root: int):
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
     return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
 
 
-def lower_extremum_to_xla(op, primitive, ctx, operand, **params):
+def lower_extremum_to_xla(
+    op: str, primitive: Primitive, ctx: _compat.LoweringContext, operand: ir.Value, **params: Any
+):
     """A maximum or minimum: of floats as integers of the same order, because XLA's all-reduce drops NaNs on CPUs."""
     (aval,) = ctx.avals_in
     lower = partial(_compat.lower_as_lax, primitive)
@@ -66,7 +73,9 @@ def lower_extremum_to_xla(op, primitive, ctx, operand, **params):
     return [ops.inline_one(ctx, partial(from_ordered_integers, dtype=aval.dtype), keys, keys_aval)]
 
 
-def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
+def lower_broadcast_to_xla(
+    ctx: _compat.LoweringContext, operand: ir.Value, *, axes: tuple, axis_index_groups: Sequence | None, root: int
+):
     """A broadcast: an all-reduce with zeros off the root."""
     (aval,) = ctx.avals_in
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
@@ -83,7 +92,9 @@ def lower_broadcast_to_xla(ctx, operand, *, axes, axis_index_groups, root):
     return [ops.inline_one(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval)]
 
 
-def lower_dynamic_broadcast_to_sum(ctx, operand, source, axes, lower_sum):
+def lower_dynamic_broadcast_to_sum(
+    ctx: _compat.LoweringContext, operand: ir.Value, source: ir.Value, axes: tuple, lower_sum: Callable
+):
     """A broadcast from the rank in a scalar: a sum of bits with zeros elsewhere.
 
     lower_sum: (ctx, operand) -> results.
@@ -112,7 +123,16 @@ def _or_zeros(bits, axes, root):
     return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, zeros_like(bits))
 
 
-def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, axis_size, dimension, tiled):
+def lower_psum_scatter_to_all_reduce(
+    ctx: _compat.LoweringContext,
+    operand: ir.Value,
+    *,
+    axes: tuple,
+    axis_index_groups: Sequence | None,
+    axis_size: int,
+    dimension: int,
+    tiled: bool,
+):
     """A psum_scatter: an all-reduce, then this rank's block."""
     (aval,) = ctx.avals_in
     keep = partial(
@@ -122,14 +142,16 @@ def lower_psum_scatter_to_all_reduce(ctx, operand, *, axes, axis_index_groups, a
     return [ops.inline_one(ctx, keep, total, aval)]
 
 
-def rank_in_group(axes, axis_index_groups) -> jax.Array:
+def rank_in_group(axes: tuple, axis_index_groups: Sequence | None) -> jax.Array:
     rank = lax.axis_index(axes)
     if axis_index_groups is None:
         return rank
     return jnp.asarray(rank_table(axis_index_groups))[rank]
 
 
-def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
+def own_block(
+    total: jax.Array, *, axes: tuple, axis_index_groups: Sequence | None, axis_size: int, dimension: int, tiled: bool
+):
     """This rank's block of a total."""
     rank = rank_in_group(axes, axis_index_groups)
     size = total.shape[dimension] // axis_size
@@ -144,7 +166,7 @@ def own_block(total, *, axes, axis_index_groups, axis_size, dimension, tiled):
 # different sizes, XLA gathers all operands on all ranks.
 
 
-def emit_along_tree(call: CallSpec, ctx, operands: Sequence) -> list:
+def emit_along_tree(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> list:
     """Emits a sum along the tree without an engine.
 
     operands: with slots, if several (`trees.num_slots`).
