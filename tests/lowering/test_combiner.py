@@ -418,18 +418,18 @@ def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
 
 
 @pytest.mark.parametrize("sum_over", [psum, lambda x: ring_psum(x, "i")], ids=["override", "ring_psum"])
-def test_calls_of_one_type_are_prepared_once(sum_over, monkeypatch):
+def test_calls_of_one_type_are_planned_once(sum_over, monkeypatch):
     monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
-    prepared = []
-    prepare = plan.plan_call
-    monkeypatch.setattr(plan, "plan_call", lambda *args: prepared.append(args) or prepare(*args))
+    planned = []
+    plan_call = plan.plan_call
+    monkeypatch.setattr(plan, "plan_call", lambda *args: planned.append(args) or plan_call(*args))
 
     def body(x):
         return [sum_over(y) for k in range(5) for y in (x * k, x[:, :1] * k)]
 
     with override_lax():
         text = sharded(body, mesh=MESH, out_specs=P()).lower(X.reshape(RANKS, 2)).as_text()
-    assert len(prepared) == 2
+    assert len(planned) == 2
     assert text.count("@jax_ring_all_reduce") == 1
 
 
