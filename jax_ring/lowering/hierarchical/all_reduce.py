@@ -33,7 +33,7 @@ from jax_ring.lowering.hierarchical.crossing import (
     fold,
     types_of,
 )
-from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.passes import exchanges, fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import bitcasts, ops

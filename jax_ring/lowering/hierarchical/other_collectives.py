@@ -18,7 +18,7 @@ from jax_ring.lowering.call import CallSpec
 from jax_ring.lowering.custom_call.blocks import blocks_at, blocks_first, shape_of_blocks
 from jax_ring.lowering.hierarchical import all_reduce, crossing, ranks_by_host, tree_sum
 from jax_ring.lowering.hierarchical.crossing import fold
-from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.topology import rank_table
 from jax_ring.lowering.xla import bitcasts
 from jax_ring.lowering.xla.ops import aval_of, aval_of_value

@@ -21,7 +21,7 @@ from jax_ring.lowering.custom_call import blocks
 from jax_ring.lowering.hierarchical import crossing, ranks_by_host
 from jax_ring.lowering.hierarchical.all_reduce import from_chunks
 from jax_ring.lowering.hierarchical.crossing import chunk_size
-from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
