@@ -210,12 +210,12 @@ def _make_rule(call: CallSpec, jax_rule: Callable) -> Callable:
         if planned is not None:
             return planned.emit(ctx, [operand])
         named, positional = _axes_of(params)
-        if not positional or _refuses(call, ctx):
-            return jax_rule(ctx, operand, **params) if named else [operand]
-        # Positional axes are reduced on each device, by JAX's rule.
-        (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
-        ctx = ctx.replace(avals_in=ctx.avals_out)
-        return lower(ctx, operand, **{**params, "axes": named}) if named else [operand]
+        if positional and not _refuses(call, ctx):
+            # Positional axes are reduced on each device, by JAX's rule.
+            (operand,) = jax_rule(ctx, operand, axes=positional, axis_index_groups=None)
+            ctx, params = ctx.replace(avals_in=ctx.avals_out), {**params, "axes": named}
+            return lower(ctx, operand, **params) if named else [operand]
+        return jax_rule(ctx, operand, **params) if named or _refuses(call, ctx) else [operand]
 
     return lower
 
@@ -224,13 +224,12 @@ def _axes_of(params: dict) -> tuple[tuple, tuple]:
     """Named and positional axes of one of JAX's primitives."""
     axes = params.get("axes", params.get("axis_name"))
     axes = axes if isinstance(axes, tuple | list) else (axes,)
-    is_positional = [isinstance(axis, int) for axis in axes]
-    named = tuple(axis for axis, each in zip(axes, is_positional, strict=True) if not each)
-    return named, tuple(axis for axis, each in zip(axes, is_positional, strict=True) if each)
+    positional = tuple(axis for axis in axes if isinstance(axis, int))
+    return tuple(axis for axis in axes if not isinstance(axis, int)), positional
 
 
 def _plan(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> plan.Plan | None:
-    """The plan of a call; None if JAX's rule lowers it, or moves what no axis has."""
+    """The plan of a call; None without named axes, with positional ones, and where JAX's rule lowers it or raises."""
     named, positional = _axes_of(params)
     if positional or _refuses(call, ctx):
         return None

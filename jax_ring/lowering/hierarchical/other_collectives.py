@@ -12,9 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring import _compat
-from jax_ring.lowering import call as calls
 from jax_ring.lowering import trees
-from jax_ring.lowering.call import CallSpec
+from jax_ring.lowering.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+    CallSpec,
+    Kind,
+)
 from jax_ring.lowering.custom_call.blocks import blocks_at, blocks_first, shape_of_blocks
 from jax_ring.lowering.hierarchical import all_reduce, crossing, ranks_by_host, tree_sum
 from jax_ring.lowering.hierarchical.crossing import fold
@@ -25,7 +34,7 @@ from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 
 
 def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
-    if call.kind is calls.REDUCE or call.kind is calls.ALL_REDUCE:
+    if call.kind is REDUCE or call.kind is ALL_REDUCE:
         return _sum(call, ctx, operands)
     if call.adds_along_tree:
         return tree_sum.emit(call, ctx, operands)
@@ -34,9 +43,9 @@ def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> Se
 
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Sums of whole messages, for all or for the root."""
-    total = call._replace(kind=calls.ALL_REDUCE)
+    total = call._replace(kind=ALL_REDUCE)
     results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
-    if call.kind is calls.ALL_REDUCE:
+    if call.kind is ALL_REDUCE:
         return results
 
     def on_root(position, *totals):
@@ -57,7 +66,7 @@ def _all_gather(steps: Steps, operands: Sequence) -> list:
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
     values = steps.inter(partial(crossing.all_gather, call.levels.inter), values)
     gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in map(aval_of_value, values)]
-    values = steps.intra(calls.ALL_GATHER, values, gathered)
+    values = steps.intra(ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
         for x, aval in zip(gathered, avals, strict=True):
@@ -93,7 +102,7 @@ def _all_to_all(steps: Steps, operands: Sequence) -> list:
             at = call.dimension if call.concat_dimension is None else call.concat_dimension
             yield blocks_at(blocks, dimension=at, tiled=call.tiled)
 
-    values = steps.intra(calls.ALL_TO_ALL, steps.run(arrange, operands))
+    values = steps.intra(ALL_TO_ALL, steps.run(arrange, operands))
     values = steps.inter(partial(crossing.all_to_all, call.levels.inter), steps.each(by_host, values))
     return steps.run(finish, values)
 
@@ -117,7 +126,7 @@ def _reduce_scatter(steps: Steps, operands: Sequence) -> list:
             yield fold(bitcasts.from_words(x, wide)).astype(aval.dtype).reshape(aval.shape)
 
     scattered = [aval_of(wide, num_hosts * aval.size) for aval in avals_out]
-    values = steps.intra(calls.REDUCE_SCATTER, steps.run(arrange, operands), scattered)
+    values = steps.intra(REDUCE_SCATTER, steps.run(arrange, operands), scattered)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values)
     values = steps.inter(partial(crossing.all_to_all, call.levels.inter), values)
     return steps.run(finish, values)
@@ -137,7 +146,7 @@ def _broadcast(steps: Steps, operands: Sequence) -> list:
         for x, aval in zip(totals, steps.ctx.avals_in, strict=True):
             yield bitcasts.unpacked(x, aval.shape, aval.dtype)
 
-    return steps.run(finish, all_reduce.emit(call._replace(kind=calls.ALL_REDUCE), ctx, values))
+    return steps.run(finish, all_reduce.emit(call._replace(kind=ALL_REDUCE), ctx, values))
 
 
 def _on_root(call: CallSpec, position: jax.Array, bits: jax.Array) -> jax.Array:
@@ -154,7 +163,7 @@ def _permute(steps: Steps, operands: Sequence) -> list:
     call, avals = steps.call, steps.ctx.avals_in
     split = ranks_by_host.split_permutation(call.groups, call.levels, call.perm or ())
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
-    results = [x for pairs in split.intra for x in steps.intra(calls.PERMUTE, values, perm=pairs)]
+    results = [x for pairs in split.intra for x in steps.intra(PERMUTE, values, perm=pairs)]
     if split.inter:
         both = steps.inter(partial(crossing.permute, split.inter), values, after=results)
         results = [*both[len(avals) :], *both[: len(avals)]]
@@ -170,10 +179,10 @@ def _permute(steps: Steps, operands: Sequence) -> list:
     return steps.run(finish, results)
 
 
-_EMITTERS: dict[calls.Kind, Callable[[Steps, Sequence], list]] = {
-    calls.ALL_GATHER: _all_gather,
-    calls.ALL_TO_ALL: _all_to_all,
-    calls.REDUCE_SCATTER: _reduce_scatter,
-    calls.BROADCAST: _broadcast,
-    calls.PERMUTE: _permute,
+_EMITTERS: dict[Kind, Callable[[Steps, Sequence], list]] = {
+    ALL_GATHER: _all_gather,
+    ALL_TO_ALL: _all_to_all,
+    REDUCE_SCATTER: _reduce_scatter,
+    BROADCAST: _broadcast,
+    PERMUTE: _permute,
 }
