@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, split_axes
-from jax_ring.lowering.kinds import Kind, is_number
+from jax_ring.lowering.call import Kind, is_number
 
 _BOOL = np.dtype(bool)
 _ARRAYS = (Tracer, jax.Array)  # testing for a tracer takes a tenth of the time

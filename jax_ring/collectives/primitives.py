@@ -22,10 +22,18 @@ from jax_ring import _compat
 from jax_ring.collectives import vmap_axis
 from jax_ring.collectives.axes import refuse_mixed_axes
 from jax_ring.collectives.shard_sums import spread
-from jax_ring.lowering import kinds
-from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+    CallSpec,
+)
 from jax_ring.lowering.passes import merge_equations
-from jax_ring.lowering.rules import lower
+from jax_ring.lowering.plan import lower
 from jax_ring.lowering.xla import fallback
 
 # ---- The template ---------------------------------------------------------------------------------------------------
@@ -210,7 +218,7 @@ _ABSTRACT_MOVED = partial(_compat.with_weak_type, _compat.abstract_psum)
 def _reduction(op: str, lax_primitive, over_batch: Callable, transposes: tuple) -> Pair:
     name = f"ring_p{op}"
     to_xla = _compat.lower_as_lax if op == "sum" else partial(fallback.lower_extremum_to_xla, op)
-    call = CallSpec(name, kinds.ALL_REDUCE, op, partial(to_xla, lax_primitive))
+    call = CallSpec(name, ALL_REDUCE, op, partial(to_xla, lax_primitive))
     plain = Rules(_compat.abstract_psum, transposes[0], over_batch, separable=True)
     invariant = plain._replace(abstract_eval=_ABSTRACT_INVARIANT, transpose=transposes[1])
     return _pair(name, call, plain, invariant)
@@ -228,7 +236,7 @@ PMIN = _reduction("min", _compat.pmin_p, vmap_axis.pmin, (None, None))
 
 ring_psum_scatter_p: Primitive = _make_primitive(
     "ring_psum_scatter",
-    CallSpec("ring_psum_scatter", kinds.REDUCE_SCATTER, "sum", partial(_compat.lower_as_lax, _compat.reduce_scatter_p)),
+    CallSpec("ring_psum_scatter", REDUCE_SCATTER, "sum", partial(_compat.lower_as_lax, _compat.reduce_scatter_p)),
     Rules(
         partial(_compat.abstract_varying, _compat.reduce_scatter_p),
         lambda cotangents, params: ring_all_gather_p.bind(*cotangents, **params),
@@ -246,7 +254,7 @@ _GATHER = Rules(
 ring_all_gather_p: Primitive
 ring_all_gather_p, ring_all_gather_invariant_p = _pair(
     "ring_all_gather",
-    CallSpec("ring_all_gather", kinds.ALL_GATHER, "sum", partial(_compat.lower_as_lax, _compat.all_gather_p)),
+    CallSpec("ring_all_gather", ALL_GATHER, "sum", partial(_compat.lower_as_lax, _compat.all_gather_p)),
     _GATHER,
     _GATHER._replace(
         abstract_eval=partial(_compat.abstract_invariant, _compat.all_gather_invariant_p), transpose=_own_blocks
@@ -256,7 +264,7 @@ ring_all_gather_p, ring_all_gather_invariant_p = _pair(
 # Always tiled.
 ring_all_to_all_p: Primitive = _make_primitive(
     "ring_all_to_all",
-    CallSpec("ring_all_to_all", kinds.ALL_TO_ALL, "sum", partial(_compat.lower_as_lax, _compat.all_to_all_p)),
+    CallSpec("ring_all_to_all", ALL_TO_ALL, "sum", partial(_compat.lower_as_lax, _compat.all_to_all_p)),
     Rules(
         partial(_compat.abstract_varying, _compat.all_to_all_p),
         lambda cotangents, params: ring_all_to_all_p.bind(
@@ -269,7 +277,7 @@ ring_all_to_all_p: Primitive = _make_primitive(
 
 ring_ppermute_p: Primitive = _make_primitive(
     "ring_ppermute",
-    CallSpec("ring_ppermute", kinds.PERMUTE, "sum", partial(_compat.lower_as_lax, _compat.ppermute_p)),
+    CallSpec("ring_ppermute", PERMUTE, "sum", partial(_compat.lower_as_lax, _compat.ppermute_p)),
     Rules(
         _ABSTRACT_MOVED,
         lambda cotangents, params: ring_ppermute_p.bind(
@@ -281,7 +289,7 @@ ring_ppermute_p: Primitive = _make_primitive(
 
 ring_reduce_p: Primitive = _make_primitive(
     "ring_reduce",
-    CallSpec("ring_reduce", kinds.REDUCE, "sum", fallback.lower_reduce_to_xla),
+    CallSpec("ring_reduce", REDUCE, "sum", fallback.lower_reduce_to_xla),
     Rules(_compat.abstract_psum, _from_root, vmap_axis.reduce),
 )
 
@@ -292,7 +300,7 @@ _BROADCAST = Rules(
 )
 ring_broadcast_p, ring_broadcast_invariant_p = _pair(
     "ring_broadcast",
-    CallSpec("ring_broadcast", kinds.BROADCAST, "sum", fallback.lower_broadcast_to_xla),
+    CallSpec("ring_broadcast", BROADCAST, "sum", fallback.lower_broadcast_to_xla),
     _BROADCAST,
     _BROADCAST._replace(
         abstract_eval=partial(_compat.with_weak_type, _ABSTRACT_INVARIANT),

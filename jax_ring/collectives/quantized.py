@@ -21,12 +21,11 @@ from jax_ring.collectives import int8_blocks as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import register, ring_all_gather_p, ring_psum_scatter_p
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import STEPS, platforms_of, replica_groups, who_serves
-from jax_ring.lowering.hierarchical import all_reduce, wait_markers, xla_ops
-from jax_ring.lowering.hierarchical.inter_host import Crossing, Step
-from jax_ring.lowering.kinds import ALL_REDUCE
+from jax_ring.lowering.call import ALL_REDUCE, CallSpec
+from jax_ring.lowering.custom_call.operation import describe
+from jax_ring.lowering.hierarchical import all_reduce, crossing, wait_markers
+from jax_ring.lowering.hierarchical.crossing import Crossing, Step
+from jax_ring.lowering.plan import STEPS, replica_groups, who_serves
 from jax_ring.lowering.topology import Groups, Levels
 from jax_ring.lowering.xla import ops
 from jax_ring.lowering.xla.fallback import rank_in_group
@@ -154,8 +153,8 @@ def _in_packets(groups: Groups) -> Crossing:
         return int8.encode(int8.fold(received))
 
     steps = [
-        Step(lambda ctx, x: ops.inline_one(ctx, encode, x), lambda ctx, x: xla_ops.all_to_all(groups, x)),
-        Step(lambda ctx, x: ops.inline_one(ctx, add, x), lambda ctx, x: xla_ops.all_gather(groups, x)),
+        Step(lambda ctx, x: ops.inline_one(ctx, encode, x), lambda ctx, x: crossing.all_to_all(groups, x)),
+        Step(lambda ctx, x: ops.inline_one(ctx, add, x), lambda ctx, x: crossing.all_gather(groups, x)),
     ]
     # Twice the wire size. A step between processes takes as long for a quarter of the bytes, so use fewer steps.
     return Crossing(dtype, dtype, steps, bytes_each=2, unit=unit)
@@ -194,14 +193,14 @@ def _call(platforms, axis_context, axes: tuple, function: str = "") -> CallSpec:
 
 
 def _lower(ctx, *operands, **params):
-    platforms, axis_context = platforms_of(ctx), ctx.module_context.axis_context
+    platforms, axis_context = _compat.platforms_of(ctx), ctx.module_context.axis_context
     within_hosts = False
     if params["by_host"]:
         call = _call(platforms, axis_context, params["axes"], params["function"])
         _note_service(call)
         within_hosts = call.service.levels is not None and bool(call.levels.inter)
         if within_hosts and _can_be_cut(ctx, call.levels, params["with_error"]):
-            call = call._replace(description=emitter.describe(ctx, call))
+            call = call._replace(description=describe(call, ctx.avals_in))
             return [all_reduce.emit_sum(call, ctx, *operands, _in_packets(call.levels.inter))]
     steps = _steps(platforms, axis_context, **params)
     return ops.inline(ctx, steps, operands, ctx.avals_in, lax_by_xla=within_hosts)

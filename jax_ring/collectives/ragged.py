@@ -14,8 +14,7 @@ from jax_ring.collectives.leaves import as_varying, check_dtype
 from jax_ring.collectives.primitives import register
 from jax_ring.collectives.vmap_axis import accumulator_dtype
 from jax_ring.lowering import ragged
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.kinds import RAGGED_ALL_TO_ALL
+from jax_ring.lowering.call import RAGGED_ALL_TO_ALL, CallSpec
 from jax_ring.options import make_options
 
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")

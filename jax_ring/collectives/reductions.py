@@ -30,7 +30,7 @@ from jax_ring.collectives.axes import (
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, counted, fused, no_namesake
 from jax_ring.collectives.primitives import PMAX, PMIN, PSUM, Pair
 from jax_ring.collectives.shard_sums import ShardSums, prepare
-from jax_ring.lowering.kinds import ALL_REDUCE
+from jax_ring.lowering.call import ALL_REDUCE
 from jax_ring.options import Algorithm, Options, Order, make_options
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument

@@ -25,7 +25,7 @@ from jax_ring.collectives.axes import (
 )
 from jax_ring.collectives.leaves import as_varying, belongs_to_lax, check_dtype, fused, moved, no_namesake
 from jax_ring.collectives.shard_sums import prepare
-from jax_ring.lowering.kinds import REDUCE_SCATTER
+from jax_ring.lowering.call import REDUCE_SCATTER
 from jax_ring.options import Order, check_choice, make_options
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument

@@ -13,7 +13,7 @@ from jax import lax
 from jax.interpreters import batching
 
 from jax_ring import _compat, shard_tree
-from jax_ring.lowering.custom_call.layout import merge_dimensions, split_dimension
+from jax_ring.lowering.custom_call.blocks import merge_dimensions, split_dimension
 from jax_ring.lowering.trees import accumulator
 from jax_ring.options import Options
 

@@ -13,10 +13,9 @@ from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, find_collectives
 from jax_ring.inspect.predicted import Predictor
 from jax_ring.inspect.table import relative, table
-from jax_ring.lowering import dispatch, override
-from jax_ring.lowering.hierarchical import ranks_by_host
-from jax_ring.lowering.kinds import KINDS, is_number
-from jax_ring.lowering.passes.inherited_lines import inherit
+from jax_ring.lowering.call import is_number
+from jax_ring.lowering.passes.source_lines import inherit
+from jax_ring.lowering.plan import STEPS, Plan, replica_groups
 from jax_ring.options import Options
 
 # By function of jax.lax. jax_ring's functions have the prefix ring_.
@@ -180,7 +179,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
     for eqn in jaxpr.eqns:
         if axis_context is not None and (kind := _kind_of(_compat.function_name(eqn.primitive))):
             yield _collective(eqn, kind, axis_context, times, predictor)
-        if axis_context is not None and eqn.primitive in dispatch.STEPS:
+        if axis_context is not None and eqn.primitive in STEPS:
             yield from _steps(eqn, axis_context, times, predictor)
         is_shard_map = eqn.primitive.name == "shard_map"
         inner_context = _compat.axis_context_within(eqn.params) if is_shard_map else axis_context
@@ -193,7 +192,7 @@ def _walk(jaxpr: core.Jaxpr, axis_context, times: int | None, predictor: Predict
 def _steps(eqn: core.JaxprEqn, axis_context, times: int | None, predictor: Predictor) -> Iterator[Collective]:
     """The collectives of a call that consists of several, at the user's line."""
     mesh = axis_context.mesh
-    run = dispatch.STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
+    run = STEPS[eqn.primitive]((_platform(mesh),), axis_context, **eqn.params)
     avals: list[Any] = [v.aval for v in eqn.invars]
     with _compat.without_vma():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -233,14 +232,14 @@ def _collective(eqn: core.JaxprEqn, kind: str, axis_context, times: int | None, 
     params, name = eqn.params, _compat.function_name(eqn.primitive)
     axes = params.get("axes", params.get("axis_name"))
     axes = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int))
-    groups = dispatch.replica_groups(axis_context, axes, params.get("axis_index_groups"))
+    groups = replica_groups(axis_context, axes, params.get("axis_index_groups"))
     options = params.get("options", Options())
-    served_by, why = _who_serves(eqn, kind, axis_context, groups, options)
+    planned, predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
+    served_by, why = _who_serves(planned, groups)
     message = _message(eqn, name, kind)
     if options.num_shards is not None:
         message = [jax.core.ShapedArray(aval.shape[1:], aval.dtype) for aval in message]  # without slots
     num_bytes = sum(map(_num_bytes, message))
-    predicted = predictor.predict(eqn, axis_context, _platform(axis_context.mesh))
     by_xla = sum((each.wire_bytes for each, _ in predicted if not each.name.startswith("jax_ring")), 0.0)
     has_options = "options" in params or (kind == "all_reduce" and "psum" in name)
     scope = str(eqn.source_info.name_stack).rsplit("/", 1)[-1].rstrip(")").rsplit("(", 1)[-1]  # of "jvp(scope)"
@@ -288,31 +287,20 @@ def _aval_text(aval: Any) -> str:
     return f"{aval.dtype.name}[{','.join(map(str, aval.shape))}]"
 
 
-def _belongs_to_jax_ring(eqn: core.JaxprEqn) -> bool:
-    """Whether jax_ring lowers this call: its own, and under `override_lax()` those of JAX, but for random keys."""
-    name = eqn.primitive.name
-    operand: Any = eqn.invars[0].aval
-    return name.startswith("ring_") or (override.is_overridden(name) and is_number(operand.dtype))
-
-
-def _who_serves(
-    eqn: core.JaxprEqn, kind: str, axis_context, groups: Sequence[Sequence[int]], options: Options
-) -> tuple[str, str]:
+def _who_serves(planned: Plan | None, groups: Sequence[Sequence[int]]) -> tuple[str, str]:
     """`Collective.served_by` and `Collective.why`."""
     if all(len(group) == 1 for group in groups):
         return "none", "groups of one rank"
-    if not _belongs_to_jax_ring(eqn):
+    if planned is None:
         return "XLA", "a collective of lax, not overridden"
-    platforms = (_platform(axis_context.mesh),)
-    found = dispatch.who_serves(platforms, axis_context, groups, KINDS[kind], options, eqn.params.get("perm"))
-    levels = found.levels
-    if levels is None:
-        return "XLA", found.why_not
-    if ranks_by_host.crosses_hosts(groups, levels, eqn.params.get("perm")):
-        return f"jax_ring within hosts, XLA across {levels.num_hosts} hosts", ""
-    if levels.num_processes > 1:
-        transport = "shared memory" if found.engine == "cpu" else "CUDA IPC"
-        return f"jax_ring ({transport}, {levels.num_processes} processes)", ""
+    service = planned.call.service
+    if service.levels is None:
+        return "XLA", service.why_not
+    if planned.crosses_hosts:
+        return f"jax_ring within hosts, XLA across {service.levels.num_hosts} hosts", ""
+    if service.levels.num_processes > 1:
+        transport = "shared memory" if service.engine == "cpu" else "CUDA IPC"
+        return f"jax_ring ({transport}, {service.levels.num_processes} processes)", ""
     return "jax_ring", ""
 
 

@@ -8,6 +8,7 @@ from jax.extend import core
 
 from jax_ring import _compat
 from jax_ring.inspect.compiled import Instruction, count
+from jax_ring.lowering.plan import Plan, noting
 
 
 class Predictor:
@@ -16,16 +17,22 @@ class Predictor:
     def __init__(self, instructions: Iterable[Instruction]) -> None:
         """instructions: of the compiled program, which may have joined calls."""
         self._messages = [(i, [i.num_bytes]) for i in instructions if i.name.startswith("jax_ring_all_reduce")]
-        self._lowered: dict[tuple, str] = {}
+        self._lowered: dict[tuple, tuple[str, Plan | None]] = {}
 
-    def predict(self, eqn: core.JaxprEqn, axis_context, platform: str) -> list[tuple[Instruction, tuple[str, ...]]]:
-        """What a call becomes, as from `count()`."""
+    def predict(
+        self, eqn: core.JaxprEqn, axis_context, platform: str
+    ) -> tuple[Plan | None, list[tuple[Instruction, tuple[str, ...]]]]:
+        """A call's plan, None if jax_ring does not lower it, and what it becomes, as from `count()`."""
         avals: list[Any] = [v.aval for v in eqn.invars]
         key = (eqn.primitive, *eqn.params.items(), *avals, axis_context, platform)
         if key not in self._lowered:
-            self._lowered[key] = _compat.lowered_alone(eqn, axis_context, platform).as_hlo_text()
+            plans: list[Plan] = []
+            with noting(plans):
+                text = _compat.lowered_alone(eqn, axis_context, platform).as_hlo_text()
+            self._lowered[key] = text, plans[0] if plans else None
+        text, plan = self._lowered[key]
         call_site = _compat.call_site(eqn.source_info)
-        return list(count(self._lowered[key], axis_context.mesh.size, partial(self._joined_bytes, call_site)))
+        return plan, list(count(text, axis_context.mesh.size, partial(self._joined_bytes, call_site)))
 
     def _joined_bytes(self, call_site: str, num_bytes: int) -> int:
         """The message size of a call of `num_bytes` in this line, or else `num_bytes`."""

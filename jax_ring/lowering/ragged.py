@@ -1,20 +1,21 @@
 """Lowers a ragged all-to-all: ranks gather sizes and offsets, then send slices."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.mlir import ir
 
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import platforms_of, replica_groups, service_of
-from jax_ring.lowering.kinds import ALL_GATHER
-from jax_ring.lowering.rules import WIDENED, note_fallback
+from jax_ring import _compat
+from jax_ring.lowering.call import ALL_GATHER, CallSpec
+from jax_ring.lowering.custom_call import engine
+from jax_ring.lowering.plan import WIDENED, note_fallback, plan_call
 from jax_ring.lowering.xla import fallback, ops
 
 
-def lower(call: CallSpec, ctx, *operands, **params) -> list:
+def lower(call: CallSpec, ctx: _compat.LoweringContext, *operands: ir.Value, **params: Any) -> list:
     """Emits two custom calls to an engine, or what XLA can do.
 
     Args:
@@ -25,8 +26,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
     Raises:
       NotImplementedError: without an engine, under `JAX_RING_STRICT=1`.
     """
-    call = call._replace(**params)
-    call = call._replace(groups=replica_groups(ctx.module_context.axis_context, call.axes, call.axis_index_groups))
+    call = plan_call(call, ctx, params).call
     size = len(call.groups[0])
 
     def by_gather(*xs):
@@ -34,9 +34,8 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
 
     if size == 1:
         return ops.inline(ctx, by_gather, operands, ctx.avals_in)
-    call = call._replace(service=service_of(ctx, call), description=emitter.describe(ctx, call))
     if call.service.levels is None:
-        on_cpu = "cpu" in platforms_of(ctx)
+        on_cpu = "cpu" in _compat.platforms_of(ctx)
         note_fallback(call, ALL_GATHER.name if on_cpu else call.kind.name)
         if on_cpu:
             return ops.inline(ctx, by_gather, operands, ctx.avals_in)
@@ -47,7 +46,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
     everyones = jax.core.ShapedArray((size, *own.shape), own.dtype)
     sizes = call._replace(kind=ALL_GATHER, axis_size=size, description=f"{call.description} (its sizes)")
     rows_of_own = ops.inline(ctx, lambda *xs: [_table(*xs)], operands[2:], numbers)
-    table = emitter.emit(ctx.replace(avals_in=[own], avals_out=[everyones]), rows_of_own, sizes)
+    table = engine.emit(ctx.replace(avals_in=[own], avals_out=[everyones]), rows_of_own, sizes)
     rows, aval_out, given = ctx.avals_in[:2], ctx.avals_out[0], list(operands[:2])
     dtype = aval_out.dtype if jax.dtypes.itemsize_bits(aval_out.dtype) >= 8 else WIDENED[aval_out.dtype.name]
     if dtype != aval_out.dtype:
@@ -57,7 +56,7 @@ def lower(call: CallSpec, ctx, *operands, **params) -> list:
         avals_in=[everyones, *(jax.core.ShapedArray(aval.shape, dtype) for aval in rows)],
         avals_out=[jax.core.ShapedArray(aval_out.shape, dtype)],
     )
-    (result,) = emitter.emit(ctx, [*table, *given], call)
+    (result,) = engine.emit(ctx, [*table, *given], call)
     return [ops.convert(result, aval_out.dtype)]
 
 

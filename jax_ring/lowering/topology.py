@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,18 @@ Groups = Sequence[Sequence[int]]  # of mesh positions
 
 # Room in the kernel arguments (kMaxRanks in ffi/device/memory/endpoint.h).
 _MAX_RANKS = 64
+
+
+class Member(NamedTuple):
+    """A rank's device, for all processes.
+
+    Attributes:
+      process: its owner.
+      id: a CPU device's position in the mesh; a GPU's id in JAX, which every process knows.
+    """
+
+    process: int
+    id: int
 
 
 class Levels(NamedTuple):
@@ -42,9 +54,10 @@ class Levels(NamedTuple):
         return len(self.inter[0]) if self.inter else 1
 
 
-def levels_of(engine: str, mesh, groups: tuple[tuple[int, ...], ...]) -> tuple[Levels | None, str]:
-    """How an engine, "cpu" or "cuda", serves these groups; or None, and why not."""
-    members = members_of(engine, mesh)
+def levels_of(
+    engine: str, mesh: Any, groups: tuple[tuple[int, ...], ...], members: Sequence[Member] | None
+) -> tuple[Levels | None, str]:
+    """How an engine, "cpu" or "cuda", serves these groups; or None, and why not. members: as from `members_of`."""
     if members is None:
         return None, _WHY_UNKNOWN[engine].format(count=jax.process_count())
     processes = [member.process for member in members]
@@ -92,25 +105,13 @@ def crossing_text(num_hosts: int) -> str:
     return f"the ranks of a group are on {num_hosts} hosts"
 
 
-class Member(NamedTuple):
-    """A rank's device, for all processes.
-
-    Attributes:
-      process: its owner.
-      id: a CPU device's position in the mesh; a GPU's id in JAX, which every process knows.
-    """
-
-    process: int
-    id: int
-
-
 _WHY_UNKNOWN = {
     "cpu": "the mesh is abstract, so the devices of {count} processes in each group are not known",
     "cuda": "the mesh is abstract or not of GPUs, so the GPUs in each group are not known",
 }
 
 
-def members_of(engine: str, mesh) -> list[Member] | None:
+def members_of(engine: str, mesh: Any) -> list[Member] | None:
     """By mesh position; None if unknown yet, or not all are GPUs that the CUDA engine needs."""
     devices = _compat.mesh_devices(mesh)
     if engine == "cuda":
@@ -121,7 +122,7 @@ def members_of(engine: str, mesh) -> list[Member] | None:
     return [Member(0, position) for position in range(mesh.size)] if jax.process_count() == 1 else None
 
 
-def processes_of_cpus(mesh) -> list[int] | None:
+def processes_of_cpus(mesh: Any) -> list[int] | None:
     """By mesh position, its process; None if unknown yet."""
     members = members_of("cpu", mesh)
     return None if members is None else [member.process for member in members]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ring import runtime, shard_tree
 from jax_ring.lowering.topology import Groups, rank_table
@@ -34,7 +35,7 @@ class GroupTree(NamedTuple):
 
 
 def trees_of(groups: Groups, intra: Groups, options: Options) -> tuple[GroupTree, ...]:
-    """The trees of the groups' parts on each host. intra: these parts, as of `Levels`."""
+    """The trees of the groups' parts on each host. intra: these parts, `Levels.intra`."""
     ranks, num_hosts = rank_table(groups), len(intra) // len(groups)
     sizes = [len(group) for group in groups for _ in range(num_hosts)]
     return tuple(
@@ -57,7 +58,7 @@ def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
     return ""
 
 
-def accumulator(dtype) -> np.dtype:
+def accumulator(dtype: DTypeLike) -> np.dtype:
     """The dtype of partial sums: at least float32 for floats."""
     is_small = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return np.dtype(np.float32) if is_small else np.dtype(dtype)

@@ -10,7 +10,7 @@ from jax import lax
 from jax_ring import _compat
 from jax_ring.collectives.axes import canonical_dimension
 from jax_ring.collectives.vmap_axis import accumulator_dtype
-from jax_ring.lowering.custom_call.layout import split_dimension
+from jax_ring.lowering.custom_call.blocks import split_dimension
 from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.trees import floats, with_float0
 

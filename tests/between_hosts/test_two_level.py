@@ -284,7 +284,7 @@ def small_floats_in_many_parts():
         assert found.predicted_bytes == found.counted_bytes
         across = sum(i.wire_bytes for i in found.instructions if not i.name.startswith("jax_ring"))
         each = (4 + jnp.dtype(dtype).itemsize) / 2
-        assert across == found.collectives[0].wire_bytes_across_hosts == each * all_reduce.shard_size(size, 4, 2)
+        assert across == found.collectives[0].wire_bytes_across_hosts == each * all_reduce.chunk_size(size, 4, 2)
 
 
 def explained_as_lowered():

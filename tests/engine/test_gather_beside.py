@@ -12,10 +12,9 @@ from helpers import make_mesh, sharded
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter
-from jax_ring.lowering.dispatch import service_of
-from jax_ring.lowering.kinds import ALL_GATHER
+from jax_ring.lowering.call import ALL_GATHER, CallSpec
+from jax_ring.lowering.custom_call import engine
+from jax_ring.lowering.plan import service_of
 
 RANKS = 4
 # Of the whole array. So large that a result is fresh memory.
@@ -33,7 +32,7 @@ def _abstract_eval(x, *, part, size):
 def _lower(ctx, x, *, part, size):
     call = CallSpec("gather_part", ALL_GATHER, groups=(tuple(range(RANKS)),), axis_size=RANKS, part=part)
     call = call._replace(service=service_of(ctx, call), description="gather_part")
-    return emitter.emit(ctx, [x], call)
+    return engine.emit(ctx, [x], call)
 
 
 mlir.register_lowering(gather_part_p, _lower, platform="cpu")

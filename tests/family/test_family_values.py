@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import ring_all_gather, ring_broadcast, ring_pmax, ring_pmin, ring_psum, ring_psum_scatter, ring_reduce
-from jax_ring.lowering import rules
+from jax_ring.lowering import plan
 
 # Small integers, whose sums are exact.
 X = (np.arange(RANKS * np.prod(SHAPE)) % 7 - 3).astype(np.float32).reshape(RANKS * SHAPE[0], SHAPE[1])
@@ -64,7 +64,7 @@ def check_bits(collective, dtypes):
         return jax.tree.map(lambda result: result[None], results)
 
     f = sharded(body, check_vma=False)
-    assert num_calls(f, values) == len({jnp.dtype(rules.WIDENED.get(dtype, dtype)) for dtype in values})
+    assert num_calls(f, values) == len({jnp.dtype(plan.WIDENED.get(dtype, dtype)) for dtype in values})
     assert_same_bits(f(values), jax.tree.map(collective.oracle, values))
 
 

@@ -24,8 +24,8 @@ from jax_ring import (
     ring_reduce,
     sync_gradients,
 )
-from jax_ring.lowering import rules
-from jax_ring.lowering.custom_call import operation
+from jax_ring.lowering import plan
+from jax_ring.lowering.custom_call import engine
 from jax_ring.lowering.passes import combiner, merge_equations
 
 RANKS = 4
@@ -359,8 +359,8 @@ def test_the_size_of_a_gather_is_that_of_its_result(monkeypatch):
 
 def test_the_time_to_lower_is_linear(monkeypatch):
     """Each call is built once, and each joined call once more."""
-    built, build = [], operation.build
-    monkeypatch.setattr(operation, "build", lambda *args: built.append(args) or build(*args))
+    built, build = [], engine.build_call
+    monkeypatch.setattr(engine, "build_call", lambda *args: built.append(args) or build(*args))
     monkeypatch.setattr(combiner, "COMBINE_THRESHOLD_COUNT", 50)
     sharded(lambda x: [ring_psum(x * k, "i") for k in range(200)], mesh=MESH, check_vma=False).lower(X)
     assert len(built) == 200 + 4
@@ -419,18 +419,18 @@ def test_calls_of_one_part_on_a_stream_are_joined(monkeypatch):
 
 
 @pytest.mark.parametrize("sum_over", [psum, lambda x: ring_psum(x, "i")], ids=["override", "ring_psum"])
-def test_calls_of_one_type_are_prepared_once(sum_over, monkeypatch):
+def test_calls_of_one_type_are_planned_once(sum_over, monkeypatch):
     monkeypatch.setattr(merge_equations, "join", lambda jaxpr: jaxpr)
-    prepared = []
-    prepare = rules.prepare
-    monkeypatch.setattr(rules, "prepare", lambda *args: prepared.append(args) or prepare(*args))
+    planned = []
+    plan_call = plan.plan_call
+    monkeypatch.setattr(plan, "plan_call", lambda *args: planned.append(args) or plan_call(*args))
 
     def body(x):
         return [sum_over(y) for k in range(5) for y in (x * k, x[:, :1] * k)]
 
     with override_lax():
         text = sharded(body, mesh=MESH, out_specs=P()).lower(X.reshape(RANKS, 2)).as_text()
-    assert len(prepared) == 2
+    assert len(planned) == 2
     assert text.count("@jax_ring_all_reduce") == 1
 
 

@@ -23,7 +23,7 @@ from jax_ring import (
     ring_psum_scatter,
     ring_reduce,
 )
-from jax_ring.lowering import rules
+from jax_ring.lowering import plan
 from jax_ring.lowering.passes import combiner, merge_equations, pipeline, program_id
 
 RANKS = 4
@@ -37,8 +37,8 @@ psum = partial(ring_psum, axis_name="i")
 
 def lowered(body, monkeypatch, tree=TREE, **options) -> int:
     """How many calls `body` lowers one by one."""
-    seen, lower = [], rules.prepare
-    monkeypatch.setattr(rules, "prepare", lambda *args: seen.append(args) or lower(*args))
+    seen, lower = [], plan.plan_call
+    monkeypatch.setattr(plan, "plan_call", lambda *args: seen.append(args) or lower(*args))
     monkeypatch.setattr(_compat, "once", lambda ctx, key, compute, *args: compute(*args))
     sharded(body, mesh=MESH, **{"check_vma": False, **options}).lower(tree)
     monkeypatch.undo()

@@ -20,8 +20,8 @@ from jax_ring import (
     ring_psum_scatter,
     ring_reduce,
 )
-from jax_ring.lowering import dispatch, rules
-from jax_ring.lowering.kinds import ALL_REDUCE
+from jax_ring.lowering import plan
+from jax_ring.lowering.call import ALL_REDUCE
 
 pytestmark = pytest.mark.usefixtures("left_to_xla")
 
@@ -144,12 +144,13 @@ def test_the_override_does_not_reach_into_a_fallback(name, monkeypatch):
     body = COLLECTIVES[name]
     f = sharded(body, check_vma=False)
     expected = f(X)
+    service_of = plan.service_of
 
     def as_between_hosts(ctx, call):
-        found = dispatch.service_of(ctx, call)
+        found = service_of(ctx, call)
         return found if call.kind is ALL_REDUCE else found._replace(levels=None)
 
-    monkeypatch.setattr(rules, "service_of", as_between_hosts)
+    monkeypatch.setattr(plan, "service_of", as_between_hosts)
     with override_lax(partitioner=False):  # else XLA's collectives are replaced as the program is compiled
         f = sharded(body, check_vma=False)
         assert num_calls(f, X) == 0

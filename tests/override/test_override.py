@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, override_lax, ring_psum, runtime
-from jax_ring.lowering import lax_rules, override
+from jax_ring.lowering import override
 
 RANKS = 8
 MESH = make_mesh((RANKS,))
@@ -217,7 +217,7 @@ def partly_manual(body):
 
 @pytest.mark.usefixtures("left_to_xla")
 def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
-    monkeypatch.setattr(lax_rules, "_has_warned", False)
+    monkeypatch.setattr(override, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     with override_lax():
         # Replaced when XLA compiles the program.
@@ -238,7 +238,7 @@ def test_partly_manual_stays_with_xla_and_warns_once(monkeypatch):
 
 
 def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
-    monkeypatch.setattr(lax_rules, "_has_warned", False)
+    monkeypatch.setattr(override, "_has_warned", False)
     x = np.arange(8, dtype=np.float32)
     partly_manual(psum_i)(x)
     with override_lax():
@@ -249,7 +249,7 @@ def test_no_warning_for_what_is_served_or_of_jax_ring(monkeypatch):
 
 @pytest.mark.usefixtures("left_to_xla")
 def test_strict_makes_partly_manual_an_error(monkeypatch):
-    monkeypatch.setattr(lax_rules, "_has_warned", False)
+    monkeypatch.setattr(override, "_has_warned", False)
     monkeypatch.setattr(runtime, "STRICT", True)
     with (
         override_lax(),

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import vma_fixture
 
 from jax_ring import explain, override_lax, runtime
-from jax_ring.lowering import lax_rules
+from jax_ring.lowering import override
 
 pytestmark = pytest.mark.full  # the whole family, and programs that others cover
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
@@ -128,7 +128,7 @@ def test_axes_of_a_permutation_in_another_order_than_the_mesh():
 
 def test_partly_manual(monkeypatch):
     # Whoever serves it, the results are those of all devices by hand.
-    monkeypatch.setattr(lax_rules, "_has_warned", True)
+    monkeypatch.setattr(override, "_has_warned", True)
     mesh = make_mesh((RANKS, 2), ("i", "auto"))
     for name in ("all_to_all", "ppermute", "pbroadcast"):
         call, oracle = CALLS[name]

@@ -69,6 +69,51 @@ def test_imports_between_packages_go_one_way():
         assert any(lower in imported_parts(path) for path in (PACKAGE / upper).rglob("*.py"))
 
 
+def modules_imported_by(path: pathlib.Path, modules: set[str]) -> set[str]:
+    """The modules of jax_ring that a file names in imports, at any place in it, also those for types alone.
+
+    `from jax_ring.x import y` names the module jax_ring.x.y if there is one, and else jax_ring.x.
+    """
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= {name if name in modules else node.module for name in names}
+    return imported & modules
+
+
+def circles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Sets of modules each of which imports the others, directly or not."""
+    reached: dict[str, set[str]] = {}
+    for module in imports:
+        pending, reached[module] = list(imports[module]), set()
+        while pending:
+            if (each := pending.pop()) not in reached[module]:
+                reached[module].add(each)
+                pending += imports.get(each, ())  # native modules import none
+    of_each = {module: {m for m in found if module in reached.get(m, ())} for module, found in reached.items()}
+    return sorted({tuple(sorted(members)) for members in of_each.values() if members})
+
+
+def test_circles_are_found():
+    imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"f"}}
+    assert circles(imports) == [("a", "b", "c"), ("f",)]
+
+
+def test_no_modules_import_each_other():
+    """Nor for their types, nor within a function: then neither can be read without the other."""
+    paths = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        paths[".".join(["jax_ring", *(part for part in parts if part != "__init__")])] = path
+    known = set(paths) | {f"jax_ring.{name}" for name in LAYERS[0]}
+    imports = {module: modules_imported_by(path, known) for module, path in paths.items()}
+    assert imports["jax_ring.lowering.plan"] >= {"jax_ring.lowering.call", "jax_ring.runtime"}
+    assert circles(imports) == []
+
+
 def test_private_names_of_jax_are_in_one_module():
     """And in the coordinator's server, which runs without the package."""
     named = {

@@ -101,7 +101,7 @@ def test_parameters_that_cross_a_folder_are_annotated():
     found = []
     names = names_across_folders()
     assert ("options.py", "check_choice") in names
-    assert ("lowering/dispatch.py", "who_serves") in names
+    assert ("lowering/plan.py", "who_serves") in names
     for file, name in sorted(names):
         functions = functions_of(trees()[file])
         if name in functions:

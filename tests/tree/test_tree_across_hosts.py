@@ -30,7 +30,7 @@ def hosts(request, monkeypatch):
 
 def pretend(host_of, monkeypatch):
     """Makes the lowering believe that the devices of a mesh are on these hosts. Everything else is as it is."""
-    levels_of = lambda engine, mesh, groups: topology._split_by_host(host_of, groups, lambda host: host)  # noqa: E731
+    levels_of = lambda engine, mesh, groups, _: topology._split_by_host(host_of, groups, lambda host: host)  # noqa: E731
     monkeypatch.setattr(topology, "levels_of", levels_of)
     return host_of
 

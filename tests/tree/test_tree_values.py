@@ -10,8 +10,8 @@ from shards import numbers, on_ranks, terms
 from tiers import full_but
 
 from jax_ring import ShardSums, ring_pmean, ring_psum, ring_psum_scatter, ring_reduce
-from jax_ring.lowering import rules
-from jax_ring.lowering.call_spec import Service
+from jax_ring.lowering import plan
+from jax_ring.lowering.call import Service
 
 pytestmark = pytest.mark.one_pair  # native code
 
@@ -22,7 +22,7 @@ V = 24
 def served_by(request, monkeypatch):
     """Who serves the calls: the engine, or XLA, which then moves the data and adds nothing."""
     if request.param == "XLA":
-        monkeypatch.setattr(rules, "service_of", lambda *args: Service(None, why_not="of the test"))
+        monkeypatch.setattr(plan, "service_of", lambda *args: Service(None, why_not="of the test"))
     return request.param
 
 

@@ -20,9 +20,8 @@ from jax_ring import (
     ring_reduce,
     runtime,
 )
-from jax_ring.lowering import dispatch, topology
-from jax_ring.lowering.call_spec import Service
-from jax_ring.lowering.kinds import ALL_REDUCE
+from jax_ring.lowering import plan, topology
+from jax_ring.lowering.call import ALL_REDUCE, Service
 from jax_ring.options import Options
 
 V, RANKS = 12, 4
@@ -107,7 +106,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_predicted_bytes(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "who_serves", lambda *args: Service(None, why_not="of the test"))
+    monkeypatch.setattr(plan, "who_serves", lambda *args: Service(None, why_not="of the test"))
     own = terms(numbers((V, 4, 3)), RANKS)
     body = lambda own: CALLS[name](own)[None]  # noqa: E731
 
@@ -126,10 +125,10 @@ def test_trees_beyond_the_cuda_kernels(num_shards, ranks, fits, monkeypatch):
     monkeypatch.setattr(topology, "levels_of", lambda *args: (topology.Levels(groups), ""))
     context = _compat.SPMDAxisContext(make_mesh(), frozenset({"i"}))
     options = Options(order="tree", num_shards=num_shards)
-    found = dispatch.who_serves(("cuda",), context, groups, ALL_REDUCE, options)
+    found = plan.who_serves(("cuda",), context, groups, ALL_REDUCE, options)
     assert (found.levels is not None) == fits
     assert ("the CUDA kernels cannot add" in found.why_not) != fits
-    assert dispatch.who_serves(("cpu",), context, groups, ALL_REDUCE, options).levels is not None
+    assert plan.who_serves(("cpu",), context, groups, ALL_REDUCE, options).levels is not None
 
 
 def test_explain_says_the_order_of_each_call():

@@ -9,6 +9,7 @@ process can compile it.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +19,9 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jax_ring import _compat
+from jax_ring.lowering.call import Kind
 from jax_ring.lowering.custom_call import streams
-from jax_ring.lowering.custom_call.attributes import custom_call, from_values, named
-from jax_ring.lowering.kinds import Kind
+from jax_ring.lowering.custom_call.operation import custom_call, dictionary, entries
 from jax_ring.options import Options
 
 TARGET = "jax_ring.partitioned"
@@ -55,7 +56,7 @@ def attributes(
       stream: of the GPU, unless that of its surroundings.
     """
     own = {_ENGINE_TARGET: target, _TAKES_POSITION: takes_position, _NUM_OWN: num_own, _STREAM: stream}
-    return ir.DictAttr.get(dict([*named(shared), *named(from_values(own))]))
+    return ir.DictAttr.get(dict([*entries(shared), *entries(dictionary(own))]))
 
 
 def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
@@ -82,13 +83,13 @@ def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_
 # ---- For XLA's partitioner -------------------------------------------------------------------------------------------
 
 
-def partition(shapes_in, shardings_in, shape_out, sharding_out, config: bytes) -> tuple:
+def partition(shapes_in: Sequence, shardings_in: Sequence, shape_out: Any, sharding_out: Any, config: bytes) -> tuple:
     """The program of one device: (bytecode, shardings of operands, sharding of the result)."""
     shapes_out, shardings_out = [shape_out], [sharding_out]
     if is_tuple := shape_out.is_tuple():
         shapes_out, shardings_out = shape_out.tuple_shapes(), sharding_out.tuple_elements()
     with mlir.make_ir_context(), ir.Location.unknown():
-        values = dict(named(ir.DictAttr(ir.Attribute.parse(config.decode()))))
+        values = dict(entries(ir.DictAttr(ir.Attribute.parse(config.decode()))))
         own_in, own_out = _integers(values.pop(_NUM_OWN))
         # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
         # divides them otherwise.

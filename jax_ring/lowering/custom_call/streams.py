@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.module_state import state_of
 from jax_ring.options import Options
 
 MAIN, COLLECTIVE = "", "collective"
@@ -23,11 +23,11 @@ LANES = {False: 0, True: 1}  # for calls on these two
 _NUM_LANES = 4  # kLanes in ffi/cuda/groups/communicator.h
 
 
-def stream_of(ctx, options: Options) -> str:
+def stream_of(ctx: _compat.LoweringContext, options: Options) -> str:
     return _compat.stream_of(ctx) or (COLLECTIVE if options.overlap else MAIN)
 
 
-def lane_of(ctx, stream: str) -> int:
+def lane_of(ctx: _compat.LoweringContext, stream: str) -> int:
     """The lane of a stream's calls; all ranks lower one program, and number its streams alike.
 
     Raises:
@@ -45,7 +45,9 @@ def lane_of(ctx, stream: str) -> int:
     return lane
 
 
-def emit_on(ctx, stream: str, build: Callable[..., ir.Operation], operands: Sequence, types: Sequence) -> list:
+def emit_on(
+    ctx: _compat.LoweringContext, stream: str, build: Callable[..., ir.Operation], operands: Sequence, types: Sequence
+) -> list:
     """Emits an operation in a function, and a call to it on the stream.
 
     Args:

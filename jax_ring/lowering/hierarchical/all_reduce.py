@@ -1,6 +1,6 @@
 """The hierarchical all-reduce: jax_ring within hosts, XLA between them.
 
-A host's ranks reduce-scatter; each then has a shard of the host's result. Ranks with the same shard on different hosts
+A host's ranks reduce-scatter; each then has a chunk of the host's result. Ranks with the same chunk on different hosts
 all-reduce it by XLA, or exchange it. Then a host's ranks all-gather. One message leaves each host, not one per rank. A
 large message takes these steps in parts: one crosses while others are summed and gathered. Of a small one, each host is
 sent a copy.
@@ -11,27 +11,29 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.hierarchical import wait_markers, xla_ops
-from jax_ring.lowering.hierarchical.inter_host import (
+from jax_ring import _compat
+from jax_ring.lowering.call import ALL_GATHER, REDUCE_SCATTER, CallSpec
+from jax_ring.lowering.hierarchical import crossing as by_xla
+from jax_ring.lowering.hierarchical import wait_markers
+from jax_ring.lowering.hierarchical.crossing import (
     Crossing,
     Types,
     by_all_reduce,
     by_exchange,
+    chunk_size,
     decoded,
     encoded,
     fold,
-    shard_size,
     types_of,
 )
-from jax_ring.lowering.hierarchical.steps import Steps
-from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.passes import exchanges, fold_casts
 from jax_ring.lowering.topology import Levels
 from jax_ring.lowering.xla import bitcasts, ops
@@ -54,11 +56,11 @@ class Part(NamedTuple):
     size: int
 
 
-def emit(call: CallSpec, ctx, operands: Sequence) -> list:
+def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> list:
     """Emits an all-reduce that crosses hosts.
 
-    Operands are sharded separately: concatenating would copy all data, and save at most one element of padding per
-    operand and rank. One custom call takes all. Shards are concatenated to cross, unless they are large. Large operands
+    Operands are cut separately: concatenating would copy all data, and save at most one element of padding per
+    operand and rank. One custom call takes all. Chunks are concatenated to cross, unless they are large. Large operands
     are apart, and cut into parts.
     """
     types = types_of(call.op, ctx.avals_in[0].dtype)
@@ -87,9 +89,9 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> list:
 def _of_whole(steps: Steps, operands: Sequence, avals: Sequence, types: Types) -> list:
     """Sums of operands that are not cut."""
     call, num_ranks = steps.call, steps.call.levels.num_ranks
-    sizes = [shard_size(aval.size, num_ranks) for aval in avals]
+    sizes = [chunk_size(aval.size, num_ranks) for aval in avals]
     full = [aval_of(types.scattered, num_ranks, size) for size in sizes]
-    values = [to_shards(x, aval) for x, aval in zip(operands, full, strict=True)]
+    values = [to_chunks(x, aval) for x, aval in zip(operands, full, strict=True)]
     values = steps.intra(REDUCE_SCATTER, values, [aval_of(types.scattered, size) for size in sizes])
     crossed: dict[int, Any] = {}
     limit = JOINED_BYTES if call.service.engine == "cpu" else 0  # NCCL's take little longer for more operands
@@ -97,14 +99,14 @@ def _of_whole(steps: Steps, operands: Sequence, avals: Sequence, types: Types) -
         crossed.update(zip(group, _across(steps, [values[i] for i in group], types), strict=True))
     values = [crossed[i] for i in range(len(sizes))]
     values = steps.intra(ALL_GATHER, values, [aval_of(types.gathered, num_ranks, size) for size in sizes])
-    return [from_shards(x, aval) for x, aval in zip(values, avals, strict=True)]
+    return [from_chunks(x, aval) for x, aval in zip(values, avals, strict=True)]
 
 
 def _across(steps: Steps, values: Sequence, types: Types) -> Sequence:
-    """Reduces shards over the hosts by one collective of XLA.
+    """Reduces chunks over the hosts by one collective of XLA.
 
     An all-reduce of Gloo's sends four messages and more, one after another, and XLA makes one for each operand.
-    Small shards take one message to each host: a rank sends its own to all, and reduces all in host order.
+    Small chunks take one message to each host: a rank sends its own to all, and reduces all in host order.
     """
     levels, op, engine = steps.call.levels, steps.call.op, steps.call.service.engine
     if types.crossing != types.scattered:
@@ -113,10 +115,10 @@ def _across(steps: Steps, values: Sequence, types: Types) -> Sequence:
     if exchanges.are_copied(engine, levels, num_bytes):
         values = steps.each(bitcasts.to_words, values)
         values = steps.each(lambda x: jnp.broadcast_to(x, (levels.num_hosts, x.size)), values)
-        values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+        values = steps.inter(partial(by_xla.all_to_all, levels.inter), values)
         values = steps.each(lambda x: fold(bitcasts.from_words(x, types.crossing), op), values)
     else:
-        values = steps.inter(partial(xla_ops.all_reduce, op, levels.inter), values)
+        values = steps.inter(partial(by_xla.all_reduce, op, levels.inter), values)
     if types.gathered != types.crossing:
         values = steps.each(partial(decoded, types=types), values)
     return values
@@ -131,7 +133,7 @@ def _crossing_together(num_bytes: Sequence[int], limit: int) -> list[list[int]]:
 # ---- Sums in parts ---------------------------------------------------------------------------------------------------
 
 
-def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
+def emit_sum(call: CallSpec, ctx: _compat.LoweringContext, operand: ir.Value, crossing: Crossing):
     """Emits the sum of one operand between CPU processes with another crossing."""
     return _Sum(ctx, call, crossing).in_parts(operand, ctx.avals_in[0], hlo.partition_id())[0]
 
@@ -139,12 +141,12 @@ def emit_sum(call: CallSpec, ctx, operand, crossing: Crossing):
 def _parts_for(size: int, levels: Levels, crossing: Crossing) -> list[Part]:
     """The parts of an operand of this size."""
     ranks = levels.num_ranks
-    padded = ranks * shard_size(size, ranks, crossing.unit)
+    padded = ranks * chunk_size(size, ranks, crossing.unit)
     return parts_of(padded, ranks, crossing.bytes_each, crossing.unit, crossing.max_parts)
 
 
 class _Sum(NamedTuple):
-    ctx: mlir.LoweringRuleContext
+    ctx: _compat.LoweringContext
     call: CallSpec
     crossing: Crossing
     rounds_to: str = ""  # the type to which float32 operands are rounded before the addition
@@ -161,7 +163,7 @@ class _Sum(NamedTuple):
         assert crossing.rounded is not None
         return self._replace(rounds_to=crossing.rounded.name, crossing=crossing._replace(result=crossing.scattered))
 
-    def is_cut(self, aval) -> bool:
+    def is_cut(self, aval: jax.core.ShapedArray) -> bool:
         levels = self.call.levels
         # In ring order, the bits depend on how an array is cut.
         return (
@@ -170,7 +172,7 @@ class _Sum(NamedTuple):
             and len(_parts_for(aval.size, levels, self.crossing)) > 1
         )
 
-    def in_parts(self, operand, aval, position) -> tuple[Any, Any]:
+    def in_parts(self, operand: ir.Value, aval: jax.core.ShapedArray, position: ir.Value | None) -> tuple[Any, Any]:
         """The sum of an operand in parts, and the position for the next operand's.
 
         While a part crosses, later ones are reduce-scattered and earlier ones all-gathered. All ranks cross in one
@@ -181,7 +183,7 @@ class _Sum(NamedTuple):
         """
         parts = _parts_for(aval.size, self.call.levels, self.crossing)
         result = aval_of(self.crossing.result, parts[-1].begin + parts[-1].size)
-        operand = to_shards(operand, result.update(dtype=aval.dtype))
+        operand = to_chunks(operand, result.update(dtype=aval.dtype))
         steps = self.crossing.steps
         values: list = []  # latest value of each part
         positions: list = []
@@ -211,18 +213,18 @@ class _Sum(NamedTuple):
             if k == len(parts) - 1:
                 gathered += [*values[:k], *positions]
             total = Steps(self.ctx, self.call).intra(ALL_GATHER, gathered, [result], part=parts[k])
-        return from_shards(total[0], aval), position
+        return from_chunks(total[0], aval), position
 
     def _scatter_part(self, operand, part: Part, positions: Sequence):
-        """A part's shard, converted, once the positions are there."""
+        """A part's chunk, converted, once the positions are there."""
         whole = ir.RankedTensorType(operand.type)
         dtype, steps = self.crossing.scattered, Steps(self.ctx, self.call)
         if whole.element_type != mlir.dtype_to_ir_type(dtype) and not self.converts:
             operand = ops.convert(_part_after(operand, part, positions), dtype)
             part = Part(0, part.size)
-        shard = aval_of(dtype, part.size // self.call.levels.num_ranks)
+        chunk = aval_of(dtype, part.size // self.call.levels.num_ranks)
         of_part = {"part": part, "rounds_to": self.rounds_to}
-        return steps.intra(REDUCE_SCATTER, [operand, *positions], [shard], **of_part)[0]
+        return steps.intra(REDUCE_SCATTER, [operand, *positions], [chunk], **of_part)[0]
 
 
 def _in_turn(num_parts: int, num_steps: int) -> list[tuple[int, int]]:
@@ -246,20 +248,20 @@ def _part_after(x, part: Part, positions: Sequence):
     return hlo.dynamic_slice(x, [begin], mlir.dense_int_array([part.size]))
 
 
-def parts_of(size: int, num_shards: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:
-    """The parts of an array, with as many elements for each shard.
+def parts_of(size: int, num_chunks: int, itemsize: int, unit: int = 1, max_parts: int = 16) -> list[Part]:
+    """The parts of an array, with as many elements for each chunk.
 
-    Each begins at a cache line in all shards, and a multiple of `unit`.
+    Each begins at a cache line in all chunks, and a multiple of `unit`.
     """
     num_parts = min(size * itemsize // PART_BYTES, max_parts)
-    unit = num_shards * math.lcm(_ALIGNMENT, unit)
+    unit = num_chunks * math.lcm(_ALIGNMENT, unit)
     if num_parts < 2 or size < num_parts * unit:
         return [Part(0, size)]
     length = math.ceil(size / num_parts / unit) * unit
     return [Part(begin, min(length, size - begin)) for begin in range(0, size, length)]
 
 
-def to_shards(x, aval):
+def to_chunks(x: ir.Value, aval: jax.core.ShapedArray) -> ir.Value:
     """x converted, flattened and padded for `aval`."""
     num_elements = math.prod(ir.RankedTensorType(x.type).shape)
     x = ops.convert(ops.reshape(x, (num_elements,)), aval.dtype)
@@ -269,8 +271,8 @@ def to_shards(x, aval):
     return ops.reshape(x, aval.shape)
 
 
-def from_shards(x, aval):
-    """The inverse of `to_shards`, without conversion."""
+def from_chunks(x: ir.Value, aval: jax.core.ShapedArray) -> ir.Value:
+    """An array for `aval` from chunks: what `to_chunks` did, undone, but for the conversion."""
     x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
     return ops.reshape(x, aval.shape)

@@ -11,19 +11,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring.lowering import kinds, trees
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.hierarchical import all_reduce, ranks_by_host, tree_sum, xla_ops
-from jax_ring.lowering.hierarchical.inter_host import fold
-from jax_ring.lowering.hierarchical.steps import Steps
+from jax_ring import _compat
+from jax_ring.lowering import trees
+from jax_ring.lowering.call import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    PERMUTE,
+    REDUCE,
+    REDUCE_SCATTER,
+    CallSpec,
+    Kind,
+)
+from jax_ring.lowering.custom_call.blocks import blocks_at, blocks_first, shape_of_blocks
+from jax_ring.lowering.hierarchical import all_reduce, crossing, ranks_by_host, tree_sum
+from jax_ring.lowering.hierarchical.crossing import fold
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.topology import rank_table
 from jax_ring.lowering.xla import bitcasts
 from jax_ring.lowering.xla.ops import aval_of, aval_of_value
 
 
-def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
-    if call.kind is kinds.REDUCE or call.kind is kinds.ALL_REDUCE:
+def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
+    if call.kind is REDUCE or call.kind is ALL_REDUCE:
         return _sum(call, ctx, operands)
     if call.adds_along_tree:
         return tree_sum.emit(call, ctx, operands)
@@ -32,9 +43,9 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
 def _sum(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     """Sums of whole messages, for all or for the root."""
-    total = call._replace(kind=kinds.ALL_REDUCE)
+    total = call._replace(kind=ALL_REDUCE)
     results = (tree_sum if call.adds_along_tree else all_reduce).emit(total, ctx, operands)
-    if call.kind is kinds.ALL_REDUCE:
+    if call.kind is ALL_REDUCE:
         return results
 
     def on_root(position, *totals):
@@ -53,15 +64,15 @@ def _all_gather(steps: Steps, operands: Sequence) -> list:
     call, avals = steps.call, steps.ctx.avals_in
     orders = ranks_by_host.orders_of(call.groups, call.levels)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
-    values = steps.inter(partial(xla_ops.all_gather, call.levels.inter), values)
+    values = steps.inter(partial(crossing.all_gather, call.levels.inter), values)
     gathered = [aval_of(aval.dtype, call.levels.num_ranks, *aval.shape) for aval in map(aval_of_value, values)]
-    values = steps.intra(kinds.ALL_GATHER, values, gathered)
+    values = steps.intra(ALL_GATHER, values, gathered)
 
     def finish(position, *gathered):
         for x, aval in zip(gathered, avals, strict=True):
             blocks = orders.from_places(x.reshape(call.axis_size, x.shape[-1]), position)
             blocks = bitcasts.from_words(blocks, aval.dtype).reshape(call.axis_size, *aval.shape)
-            yield layout.blocks_at(blocks, dimension=call.dimension, tiled=call.tiled)
+            yield blocks_at(blocks, dimension=call.dimension, tiled=call.tiled)
 
     return steps.run(finish, values)
 
@@ -71,7 +82,7 @@ def _all_to_all(steps: Steps, operands: Sequence) -> list:
     call, avals = steps.call, steps.ctx.avals_in
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     orders = ranks_by_host.orders_of(call.groups, call.levels)
-    first: Callable = partial(layout.blocks_first, **call.blocks)
+    first: Callable = partial(blocks_first, **call.blocks)
 
     def arrange(position, *xs):
         for x in xs:
@@ -86,13 +97,13 @@ def _all_to_all(steps: Steps, operands: Sequence) -> list:
     def finish(position, *received):
         for x, aval in zip(received, avals, strict=True):
             blocks = orders.from_hosts(x.reshape(call.axis_size, x.shape[1] // num_ranks), position)
-            shape = layout.shape_of_blocks(aval.shape, **call.blocks)
+            shape = shape_of_blocks(aval.shape, **call.blocks)
             blocks = bitcasts.from_words(blocks, aval.dtype).reshape(shape)
             at = call.dimension if call.concat_dimension is None else call.concat_dimension
-            yield layout.blocks_at(blocks, dimension=at, tiled=call.tiled)
+            yield blocks_at(blocks, dimension=at, tiled=call.tiled)
 
-    values = steps.intra(kinds.ALL_TO_ALL, steps.run(arrange, operands))
-    values = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), steps.each(by_host, values))
+    values = steps.intra(ALL_TO_ALL, steps.run(arrange, operands))
+    values = steps.inter(partial(crossing.all_to_all, call.levels.inter), steps.each(by_host, values))
     return steps.run(finish, values)
 
 
@@ -102,7 +113,7 @@ def _reduce_scatter(steps: Steps, operands: Sequence) -> list:
     num_ranks, num_hosts = call.levels.num_ranks, call.levels.num_hosts
     wide = trees.accumulator(avals_out[0].dtype)
     orders = ranks_by_host.orders_of(call.groups, call.levels)
-    first: Callable = partial(layout.blocks_first, **call.blocks)
+    first: Callable = partial(blocks_first, **call.blocks)
 
     def arrange(position, *xs):
         for x in xs:
@@ -115,9 +126,9 @@ def _reduce_scatter(steps: Steps, operands: Sequence) -> list:
             yield fold(bitcasts.from_words(x, wide)).astype(aval.dtype).reshape(aval.shape)
 
     scattered = [aval_of(wide, num_hosts * aval.size) for aval in avals_out]
-    values = steps.intra(kinds.REDUCE_SCATTER, steps.run(arrange, operands), scattered)
+    values = steps.intra(REDUCE_SCATTER, steps.run(arrange, operands), scattered)
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(num_hosts, x.size // num_hosts)), values)
-    values = steps.inter(partial(xla_ops.all_to_all, call.levels.inter), values)
+    values = steps.inter(partial(crossing.all_to_all, call.levels.inter), values)
     return steps.run(finish, values)
 
 
@@ -135,7 +146,7 @@ def _broadcast(steps: Steps, operands: Sequence) -> list:
         for x, aval in zip(totals, steps.ctx.avals_in, strict=True):
             yield bitcasts.unpacked(x, aval.shape, aval.dtype)
 
-    return steps.run(finish, all_reduce.emit(call._replace(kind=kinds.ALL_REDUCE), ctx, values))
+    return steps.run(finish, all_reduce.emit(call._replace(kind=ALL_REDUCE), ctx, values))
 
 
 def _on_root(call: CallSpec, position: jax.Array, bits: jax.Array) -> jax.Array:
@@ -152,9 +163,9 @@ def _permute(steps: Steps, operands: Sequence) -> list:
     call, avals = steps.call, steps.ctx.avals_in
     split = ranks_by_host.split_permutation(call.groups, call.levels, call.perm or ())
     values = steps.each(lambda x: bitcasts.to_words(x.reshape(-1)), operands)
-    results = [x for pairs in split.intra for x in steps.intra(kinds.PERMUTE, values, perm=pairs)]
+    results = [x for pairs in split.intra for x in steps.intra(PERMUTE, values, perm=pairs)]
     if split.inter:
-        both = steps.inter(partial(xla_ops.permute, split.inter), values, after=results)
+        both = steps.inter(partial(crossing.permute, split.inter), values, after=results)
         results = [*both[len(avals) :], *both[: len(avals)]]
 
     def finish(position, *received):
@@ -168,10 +179,10 @@ def _permute(steps: Steps, operands: Sequence) -> list:
     return steps.run(finish, results)
 
 
-_EMITTERS: dict[kinds.Kind, Callable[[Steps, Sequence], list]] = {
-    kinds.ALL_GATHER: _all_gather,
-    kinds.ALL_TO_ALL: _all_to_all,
-    kinds.REDUCE_SCATTER: _reduce_scatter,
-    kinds.BROADCAST: _broadcast,
-    kinds.PERMUTE: _permute,
+_EMITTERS: dict[Kind, Callable[[Steps, Sequence], list]] = {
+    ALL_GATHER: _all_gather,
+    ALL_TO_ALL: _all_to_all,
+    REDUCE_SCATTER: _reduce_scatter,
+    BROADCAST: _broadcast,
+    PERMUTE: _permute,
 }

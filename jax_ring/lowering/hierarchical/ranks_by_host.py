@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.lowering.call_spec import Pairs
-from jax_ring.lowering.kinds import Kind
+from jax_ring.lowering.call import Kind, Pairs
 from jax_ring.lowering.topology import Groups, Levels, group_table, rank_table
 
 

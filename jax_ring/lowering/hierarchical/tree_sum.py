@@ -1,7 +1,7 @@
 """Sums along the tree across hosts: jax_ring within hosts; XLA moves data between them.
 
-After a host's reduce-scatter, each rank has a shard of the sums that the host alone can form: of the largest nodes
-whose shards are all there. An all-to-all of XLA between ranks with the same shard gives each a part of all hosts' sums.
+After a host's reduce-scatter, each rank has a chunk of the sums that the host alone can form: of the largest nodes
+whose shards are all there. An all-to-all of XLA between ranks with the same chunk gives each a part of all hosts' sums.
 They are added along the tree, in an order independent of hosts, and rounded. All-gathers of XLA between hosts and
 jax_ring within them distribute the result. If the sums are small, each gets them whole, and XLA gathers nothing.
 """
@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ring import shard_tree
+from jax_ring import _compat, shard_tree
 from jax_ring.lowering import trees
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import layout
-from jax_ring.lowering.hierarchical import ranks_by_host, xla_ops
-from jax_ring.lowering.hierarchical.all_reduce import from_shards
-from jax_ring.lowering.hierarchical.inter_host import shard_size
-from jax_ring.lowering.hierarchical.steps import Steps
-from jax_ring.lowering.kinds import ALL_GATHER, REDUCE_SCATTER
+from jax_ring.lowering.call import ALL_GATHER, REDUCE_SCATTER, CallSpec
+from jax_ring.lowering.custom_call import blocks
+from jax_ring.lowering.hierarchical import crossing, ranks_by_host
+from jax_ring.lowering.hierarchical.all_reduce import from_chunks
+from jax_ring.lowering.hierarchical.crossing import chunk_size
+from jax_ring.lowering.hierarchical.two_levels import Steps
 from jax_ring.lowering.passes import exchanges
 from jax_ring.lowering.xla import bitcasts, ops
 from jax_ring.lowering.xla.ops import aval_of
 
 
-def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
+def emit(call: CallSpec, ctx: _compat.LoweringContext, operands: Sequence) -> Sequence:
     """Emits an all-reduce or a reduce-scatter; parts of all operands cross together."""
     levels, scatters, steps = call.levels, call.kind.scatters, Steps(ctx, call)
     num_ranks, num_hosts = levels.num_ranks, levels.num_hosts
@@ -38,8 +37,8 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
     lead = (slots,) if slots > 1 else ()
     dtype = ctx.avals_in[0].dtype
     wide = trees.accumulator(dtype)
-    # The elements of a rank's part of its host's shard.
-    sizes = [aval.size if scatters else shard_size(aval.size, num_ranks * num_hosts) for aval in ctx.avals_out]
+    # The elements of a rank's part of its host's chunk.
+    sizes = [aval.size if scatters else chunk_size(aval.size, num_ranks * num_hosts) for aval in ctx.avals_out]
     num_roots = trees.num_roots(parts)
     roots = [aval_of(wide, num_roots, num_hosts * size) for size in sizes]
     num_bytes = sum(aval.size for aval in roots) * wide.itemsize
@@ -64,24 +63,24 @@ def emit(call: CallSpec, ctx, operands: Sequence) -> Sequence:
 
     values = steps.intra(REDUCE_SCATTER, steps.run(arrange, operands), roots)
     values = steps.each(partial(_sent, num_hosts=num_hosts, copies=copies), values)
-    values = steps.inter(partial(xla_ops.all_to_all, levels.inter), values)
+    values = steps.inter(partial(crossing.all_to_all, levels.inter), values)
     values = steps.run(fold, values)
     if scatters:
         return [ops.reshape(x, aval.shape) for x, aval in zip(values, ctx.avals_out, strict=True)]
     if not copies:
-        values = steps.inter(partial(xla_ops.all_gather, levels.inter), steps.each(bitcasts.to_words, values))
+        values = steps.inter(partial(crossing.all_gather, levels.inter), steps.each(bitcasts.to_words, values))
         values = steps.each(lambda x: bitcasts.from_words(x, dtype).reshape(-1), values)
     values = steps.intra(ALL_GATHER, values, [aval_of(dtype, num_ranks, num_hosts * size) for size in sizes])
-    return [from_shards(x, aval) for x, aval in zip(values, ctx.avals_out, strict=True)]
+    return [from_chunks(x, aval) for x, aval in zip(values, ctx.avals_out, strict=True)]
 
 
 # ---- The steps, as functions of a rank's values ---------------------------------------------------------------------
 
 
 def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtype) -> jax.Array:
-    """An all-reduce's operand by slot, rank of a host, and element of its shard."""
+    """An all-reduce's operand by slot, rank of a host, and element of its chunk."""
     flat = x.astype(dtype).reshape(*lead, -1)
-    size = shard_size(flat.shape[-1], num_ranks * num_hosts) * num_hosts
+    size = chunk_size(flat.shape[-1], num_ranks * num_hosts) * num_hosts
     padded = jnp.pad(flat, [(0, 0)] * len(lead) + [(0, num_ranks * size - flat.shape[-1])])
     return padded.reshape(*lead, num_ranks, size)
 
@@ -89,11 +88,14 @@ def _in_parts(x: jax.Array, *, lead: tuple, num_ranks: int, num_hosts: int, dtyp
 def _in_parts_by_owner(
     x: jax.Array, *, lead: tuple, group: jax.Array, layouts: Sequence[tuple[trees.GroupTree, ...]], dtype, **dimensions
 ) -> jax.Array:
-    """The same of a reduce-scatter: the j-th ranks of all hosts own the j-th shard. group: the rank's, as an index."""
-    first: Callable = partial(layout.blocks_first, **dimensions)
-    blocks = jax.vmap(first)(x) if lead else first(x)
+    """A reduce-scatter's operand by slot, rank of a host, and element of its chunk.
+
+    The j-th ranks of all hosts own the j-th chunk. group: the rank's, as an index.
+    """
+    first: Callable = partial(blocks.blocks_first, **dimensions)
+    by_rank = jax.vmap(first)(x) if lead else first(x)
     owners = [np.array([part.ranks for part in parts], np.int32).T.reshape(-1) for parts in layouts]
-    ordered = jnp.take(blocks.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
+    ordered = jnp.take(by_rank.astype(dtype), jnp.asarray(np.stack(owners))[group], axis=len(lead))
     return ordered.reshape(*lead, len(layouts[0][0].ranks), -1)
 
 

@@ -8,13 +8,15 @@ from jax.extend.mlir.dialects import stablehlo as hlo
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery, xla_timeouts
-from jax_ring.lowering import dispatch, topology
-from jax_ring.lowering.custom_call import attributes
+from jax_ring.lowering import topology
+from jax_ring.lowering.custom_call import operation
+from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.passes import source_lines
-from jax_ring.lowering.state import state_of
 
 
-def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups) -> Sequence:
+def enclose(
+    ctx: _compat.LoweringContext, operands: Sequence, emit: Callable, *, call: str, groups: topology.Groups
+) -> Sequence:
     """Results of `emit(operands)`, which emits XLA's collectives in these groups.
 
     A custom call before them notes that the call begins, one after them that it has ended; both pass operands on in
@@ -41,14 +43,14 @@ def enclose(ctx, operands, emit: Callable, *, call: str, groups: topology.Groups
     return _pass_through(results, begins=0, site="", **of_call)
 
 
-def are_enclosed(ctx, groups: topology.Groups) -> bool:
+def are_enclosed(ctx: _compat.LoweringContext, groups: topology.Groups) -> bool:
     """Whether `enclose` marks collectives in these groups."""
     return _processes_of(ctx, groups) is not None
 
 
 def _processes_of(ctx, groups: topology.Groups) -> list[int] | None:
     """By mesh position, its process; None if not worth marking."""
-    if jax.process_count() == 1 or dispatch.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
+    if jax.process_count() == 1 or _compat.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
         return None
     axis_context = ctx.module_context.axis_context
     if not isinstance(axis_context, _compat.SPMDAxisContext):
@@ -66,6 +68,6 @@ def _processes_of(ctx, groups: topology.Groups) -> list[int] | None:
 def _pass_through(values: Sequence, **config) -> Sequence:
     operands, types = [hlo.partition_id(), *values], [x.type for x in values]
     in_place = [(1 + i, i) for i, type_ in enumerate(types) if ir.RankedTensorType(type_).rank]
-    return attributes.custom_call(
-        runtime.BETWEEN_HOSTS_TARGET, operands, types, in_place, attributes.from_values(config)
+    return operation.custom_call(
+        runtime.BETWEEN_HOSTS_TARGET, operands, types, in_place, operation.dictionary(config)
     ).results

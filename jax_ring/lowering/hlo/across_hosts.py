@@ -17,14 +17,14 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering.call_spec import CallSpec
+from jax_ring.lowering.call import CallSpec
 from jax_ring.lowering.hierarchical import other_collectives
 from jax_ring.lowering.hlo import proto
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape, slices, tuple_shape
+from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.override_state import for_xla
-from jax_ring.lowering.state import state_of
 from jax_ring.lowering.xla.ops import aval_of
 
 _ENTRY = 6  # a field of HloModuleProto

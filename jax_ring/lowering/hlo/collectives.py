@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_ring.lowering import kinds
-from jax_ring.lowering.call_spec import Pairs
+from jax_ring.lowering.call import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Kind, Pairs
 from jax_ring.lowering.hlo import proto
 from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape
-from jax_ring.lowering.kinds import Kind
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -37,11 +35,11 @@ _KNOWN = {
 }  # fmt: skip
 
 _KINDS = {
-    "all-reduce": kinds.ALL_REDUCE,
-    "reduce-scatter": kinds.REDUCE_SCATTER,
-    "all-gather": kinds.ALL_GATHER,
-    "all-to-all": kinds.ALL_TO_ALL,
-    "collective-permute": kinds.PERMUTE,
+    "all-reduce": ALL_REDUCE,
+    "reduce-scatter": REDUCE_SCATTER,
+    "all-gather": ALL_GATHER,
+    "all-to-all": ALL_TO_ALL,
+    "collective-permute": PERMUTE,
 }
 # Collectives without a call to the engine: asynchronous ones, and those with sizes or sources known at run time.
 _OTHERS = (*(f"{name}-start" for name in _KINDS), "ragged-all-to-all", "collective-broadcast")
@@ -125,7 +123,7 @@ def read(
         op = _op_of(reduction_of(instruction.integers(proto.CALLED)[0]), operands[0].dtype)
         if refusal := kind.refusal(op, operands[0].dtype):
             raise Unsupported(refusal.format(function=opcode, type=operands[0].dtype.name))
-    in_tuple = kind is kinds.ALL_TO_ALL and result.is_tuple
+    in_tuple = kind is ALL_TO_ALL and result.is_tuple
     if len(operands) != len(result.arrays):
         raise Unsupported(f"it has {len(operands)} operands and {len(result.arrays)} results")
     blocks = {f"{each}{each.minor_to_major}" for each in (*operands, *result.arrays)}
@@ -162,7 +160,7 @@ def _op_of(reduction: str, dtype: np.dtype) -> str:
 
 
 def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Groups, Pairs | None]:
-    if kind is kinds.PERMUTE:
+    if kind is PERMUTE:
         pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(proto.PAIRS))
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
         if not pairs or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
@@ -172,7 +170,7 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
         return (tuple(range(num_partitions)),), pairs
     # With a channel these name partitions, by the global ids of programs without replicas. An all-to-all is always
     # between partitions. Other collectives without this mark have groups of replicas, each with all partitions.
-    if kind is not kinds.ALL_TO_ALL and not instruction.integer(proto.USE_GLOBAL_IDS):
+    if kind is not ALL_TO_ALL and not instruction.integer(proto.USE_GLOBAL_IDS):
         if groups_of(instruction, 1) != ((0,),):
             raise Unsupported("its groups are of several replicas")
         return (tuple(range(num_partitions)),), None
@@ -192,9 +190,9 @@ def _check_shapes(call: Collective, operand: Shape, result: Shape, has_layouts: 
         outer = operand.minor_to_major[operand.minor_to_major.index(k) + 1 :]
         if has_layouts and any(operand.dimensions[i] != 1 for i in outer):
             raise Unsupported(f"its blocks along dimension {k} do not lie one after the other in memory")
-    if call.kind is kinds.ALL_GATHER:
+    if call.kind is ALL_GATHER:
         expected[k] *= call.size
-    elif call.kind is kinds.REDUCE_SCATTER:
+    elif call.kind is REDUCE_SCATTER:
         expected[k] //= call.size
     if expected != result.dimensions:
         raise Unsupported(f"its operand is {operand}, and its result {result}")

@@ -17,7 +17,7 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
-from jax_ring.lowering.custom_call.attributes import named
+from jax_ring.lowering.custom_call.operation import entries
 from jax_ring.lowering.hlo import across_hosts, collectives, proto, rewrite
 from jax_ring.lowering.hlo.program import Program
 from jax_ring.lowering.hlo.proto import Message, Unsupported
@@ -86,7 +86,7 @@ def mark(module: ir.Module, jaxpr: core.ClosedJaxpr, platform: str, meshes: Sequ
     before = attributes["mhlo.frontend_attributes"] if "mhlo.frontend_attributes" in attributes else ir.DictAttr.get({})
     attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
         {
-            **dict(named(ir.DictAttr(before))),
+            **dict(entries(ir.DictAttr(before))),
             _MARK: ir.StringAttr.get(value),
             _VERSION: ir.StringAttr.get(f"{runtime.__version__} {runtime.FINGERPRINT}{' strict' * runtime.STRICT}"),
         }

@@ -10,13 +10,13 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from jax_ring import _compat
-from jax_ring.lowering import dispatch
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import attributes, streams
+from jax_ring.lowering.call import CallSpec
+from jax_ring.lowering.custom_call import engine, operation, streams
 from jax_ring.lowering.custom_call.operation import Description
 from jax_ring.lowering.hlo import across_hosts, collectives, proto
 from jax_ring.lowering.hlo.collectives import Collective
 from jax_ring.lowering.hlo.proto import Message
+from jax_ring.lowering.plan import who_serves
 from jax_ring.options import Order
 
 # Fields of HloModuleProto, and of the messages in it.
@@ -111,7 +111,7 @@ class Program:
         spec = CallSpec(call.opcode, call.kind, call.op, groups=call.groups, perm=call.perm, axis_size=call.size)
         if spec.is_sum:
             spec = spec._replace(options=spec.options.of_sum(self._order))
-        service = dispatch.who_serves((self._platform_name,), context, spec.groups, spec.kind, spec.options, spec.perm)
+        service = who_serves((self._platform_name,), context, spec.groups, spec.kind, spec.options, spec.perm)
         if service.levels is None:
             raise across_hosts.AcrossHosts(service.why_not)
         shapes, channel = list(map(str, call.operands)), call.instruction.integer(proto.CHANNEL)
@@ -125,9 +125,9 @@ class Program:
             spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
         with mlir.make_ir_context(), ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
-            shared = attributes.attributes_of(spec, self._mesh, name, streams.LANES[is_beside])
+            shared = engine.attributes(spec, name, streams.LANES[is_beside])
             own = {"call": ir.StringAttr.get(described), "site": ir.StringAttr.get(site)}
-            config = ir.DictAttr.get({**dict(attributes.named(shared)), **own})
+            config = ir.DictAttr.get({**dict(operation.entries(shared)), **own})
             return EngineCall(str(config), spec.blocks_apart)
 
     def _add_steps(self, spec: CallSpec, call: Collective, site: str) -> int:

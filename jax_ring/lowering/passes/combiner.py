@@ -15,11 +15,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
-from jax_ring.lowering.custom_call import operation
-from jax_ring.lowering.custom_call.attributes import CONFIG
-from jax_ring.lowering.custom_call.operation import Call
+from jax_ring.lowering.custom_call import engine
+from jax_ring.lowering.custom_call.operation import CONFIG, aliased_operands, describe_joined, function_and_axes
+from jax_ring.lowering.module_state import CustomCall, ModuleState, Numbers
 from jax_ring.lowering.passes import dataflow, exchanges
-from jax_ring.lowering.state import LoweringState, Numbers
 
 # Joining larger calls saves a few microseconds of a few milliseconds.
 COMBINE_THRESHOLD_BYTES = 25 << 20
@@ -27,14 +26,32 @@ COMBINE_THRESHOLD_BYTES = 25 << 20
 COMBINE_THRESHOLD_COUNT = 256
 
 
-def join(ctx, state: LoweringState, parent: ir.Operation) -> None:
-    """Joins the calls in the body of a lowered shard_map, or of an operation or function within."""
-    for region in parent.regions:
-        for block in region:
-            _join_block(ctx, state, block)
+def join(ctx: _compat.LoweringContext, state: ModuleState, parent: ir.Operation) -> None:
+    """Joins the calls in each block of a lowered shard_map, or of an operation or function within."""
+    for block in [block for region in parent.regions for block in region]:
+        operations: list[ir.Operation] = []
+        calls: dict[int, CustomCall] = {}
+        exchanged: dict[int, ir.Operation] = {}
+        for i, view in enumerate(block.operations):
+            op = view.operation
+            operations.append(op)
+            name = op.name
+            if name == "stablehlo.custom_call":
+                attributes = op.attributes
+                call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
+                if call is not None:
+                    calls[i] = call
+            elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
+                exchanged[i] = op
+            elif name == "func.call":
+                _join_function(ctx, state, op)
+            elif len(op.regions) and name != "sdy.manual_computation":  # a nested shard_map has been looked at already
+                join(ctx, state, op)
+        if len(calls) + len(exchanged) > 1:
+            _join_calls(ctx, state, operations, calls, exchanged)
 
 
-def _join_function(ctx, state: LoweringState, caller: ir.Operation) -> None:
+def _join_function(ctx, state: ModuleState, caller: ir.Operation) -> None:
     """Joins the calls in a called function, once."""
     name = caller.attributes["callee"]
     if name not in state.joined_functions:
@@ -42,31 +59,12 @@ def _join_function(ctx, state: LoweringState, caller: ir.Operation) -> None:
         join(ctx, state, _compat.called_function(ctx, caller))
 
 
-def _join_block(ctx, state: LoweringState, block: ir.Block) -> None:
-    operations: list[ir.Operation] = []
-    calls: dict[int, Call] = {}
-    exchanged: dict[int, ir.Operation] = {}
-    for i, view in enumerate(block.operations):
-        op = view.operation
-        operations.append(op)
-        name = op.name
-        if name == "stablehlo.custom_call":
-            attributes = op.attributes
-            call = state.calls.get(attributes[CONFIG]) if CONFIG in attributes else None
-            if call is not None:
-                calls[i] = call
-        elif name == "stablehlo.all_to_all" and exchanges.is_one(op):
-            exchanged[i] = op
-        elif name == "func.call":
-            _join_function(ctx, state, op)
-        elif len(op.regions) and name != "sdy.manual_computation":  # a nested shard_map has been looked at already
-            join(ctx, state, op)
-    if len(calls) + len(exchanged) > 1:
-        _join_calls(ctx, operations, calls, exchanged)
-
-
 def _join_calls(
-    ctx, operations: Sequence[ir.Operation], calls: dict[int, Call], exchanged: dict[int, ir.Operation]
+    ctx,
+    state: ModuleState,
+    operations: Sequence[ir.Operation],
+    calls: dict[int, CustomCall],
+    exchanged: dict[int, ir.Operation],
 ) -> None:
     """Joins a block's calls and exchanges, by place."""
     elements = functools.cache(_elements)  # many calls share a few types
@@ -94,7 +92,7 @@ def _join_calls(
         places = [first + i for i in group]
         if places[0] in exchanged:
             return exchanges.build([operations[i] for i in places])
-        return [_build(ctx, [(operations[i], calls[i]) for i in places], first_of)]
+        return [_build(ctx, state, [(operations[i], calls[i]) for i in places], first_of)]
 
     dataflow.reorder(part, inputs, groups, build)
     for group in groups:
@@ -102,12 +100,12 @@ def _join_calls(
             part[i].erase()
 
 
-def _key(op: ir.Operation, call: Call, elements: Callable) -> Hashable:
+def _key(op: ir.Operation, call: CustomCall, elements: Callable) -> Hashable:
     """Equal for calls that can be one."""
-    return call.target, call.shared, call.function(), elements(op.operands[call.num_hidden].type)[0]
+    return call.target, call.shared, function_and_axes(call.description), elements(op.operands[call.num_hidden].type)[0]
 
 
-def _num_bytes(op: ir.Operation, call: Call, elements: Callable) -> int:
+def _num_bytes(op: ir.Operation, call: CustomCall, elements: Callable) -> int:
     """The size of a call's larger side: a gather's results, else operands."""
     sides = list(op.operands)[call.num_hidden :], op.results
     return max([sum([elements(value.type)[1] for value in side]) for side in sides]) * call.itemsize
@@ -119,7 +117,9 @@ def _elements(tensor: ir.Type) -> tuple[ir.Type, int]:
     return ranked.element_type, math.prod(ranked.shape)
 
 
-def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[ir.Value, ir.Value]) -> ir.Operation:
+def _build(
+    ctx, state: ModuleState, members: Sequence[tuple[ir.Operation, CustomCall]], first_of: Mapping[ir.Value, ir.Value]
+) -> ir.Operation:
     """Builds a call for the members in front of the last, and passes on its results.
 
     first_of: values that equal others, sent once.
@@ -132,7 +132,7 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
     places = Numbers()
     served: list[tuple[ir.OpResult, int]] = []
     for op, _ in members:
-        aliased = operation.aliased_operands(op)
+        aliased = aliased_operands(op)
         values = list(op.operands)[len(hidden) :]
         for i, (value, result) in enumerate(zip(values, op.results, strict=True)):
             place = places[first_of.get(value, value), result.type]
@@ -143,11 +143,11 @@ def _build(ctx, members: Sequence[tuple[ir.Operation, Call]], first_of: Mapping[
                     aliases.append((len(hidden) + place, place))
             served.append((result, place))
     new_call = call._replace(
-        description=operation.describe_joined([each.description for _, each in members]),
+        description=describe_joined([each.description for _, each in members]),
         lines=tuple(dict.fromkeys(line for _, each in members for line in each.lines)),
     )
     with ir.InsertionPoint(last):
-        new = operation.build(ctx, new_call, types, aliases, last.location, [*hidden, *operands])
+        new = engine.build_call(ctx, state, new_call, types, aliases, last.location, [*hidden, *operands])
     for result, place in served:
         result.replace_all_uses_with(new.results[place])
     return new

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from jax.extend.mlir import ir
 
 from jax_ring import _compat, runtime
-from jax_ring.lowering.custom_call import attributes, operation
-from jax_ring.lowering.kinds import KINDS
+from jax_ring.lowering.call import KINDS
+from jax_ring.lowering.custom_call import operation
 from jax_ring.lowering.passes import dataflow
 
 _TARGETS = tuple(runtime.TARGETS[kind.name] for kind in KINDS.values() if kind.in_place)
@@ -102,4 +102,4 @@ def _alias(use: ir.OpOperand) -> None:
     op = use.owner.operation
     operands = sorted({*operation.aliased_operands(op), use.operand_number})
     pairs = [(operand, operand - _num_hidden(op)) for operand in operands]
-    op.attributes["output_operand_aliases"] = attributes.aliases(pairs, len(op.results))
+    op.attributes["output_operand_aliases"] = operation.aliases(pairs, len(op.results))

@@ -14,7 +14,7 @@ from jax_ring import _compat, runtime
 from jax_ring.lowering import topology
 
 
-def end(ctx, body: ir.Operation, params: dict) -> None:
+def end(ctx: _compat.LoweringContext, body: ir.Operation, params: dict) -> None:
     """Ends a lowered shard_map's body with a barrier if needed.
 
     params: of its equation.

@@ -5,8 +5,10 @@ needs a rounded copy.
 """
 
 from jax.extend.mlir import ir
+from jax.typing import DTypeLike
 
-from jax_ring.lowering.state import LoweringState, state_of
+from jax_ring import _compat
+from jax_ring.lowering.module_state import ModuleState, state_of
 from jax_ring.lowering.xla import ops
 
 
@@ -23,14 +25,14 @@ def unrounded(operand: ir.Value) -> ir.Value | None:
     return source if isinstance(ir.RankedTensorType(source.type).element_type, ir.F32Type) else None
 
 
-def rounded_again(ctx, total: ir.Value, dtype) -> ir.Value:
+def rounded_again(ctx: _compat.LoweringContext, total: ir.Value, dtype: DTypeLike) -> ir.Value:
     """A sum rounded to its small floats; `drop_redundant_casts` removes this before widening."""
     rounded = ops.convert(total, dtype)
     state_of(ctx).rounded_sums.append((total, rounded))
     return rounded
 
 
-def drop_redundant_casts(state: LoweringState) -> None:
+def drop_redundant_casts(state: ModuleState) -> None:
     """Makes the module use sums as they are where it would widen them."""
     for total, rounded in state.rounded_sums:
         for use in list(rounded.uses):

@@ -7,11 +7,11 @@ when the first runs, become one equation. The combiner joins the rest, at more e
 from collections.abc import Hashable
 from typing import Any
 
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Jaxpr, Literal, Primitive
 
 from jax_ring import _compat
+from jax_ring.lowering.module_state import Numbers
 from jax_ring.lowering.passes import combiner
-from jax_ring.lowering.state import Numbers
 
 # Primitives with any number of operands of one dtype and one result for each.
 PRIMITIVES: set[Primitive] = set()
@@ -41,7 +41,7 @@ class _Group:
         )
 
 
-def join(jaxpr):
+def join(jaxpr: Jaxpr):
     """The jaxpr with collectives joined, within the combiner's limits."""
     equations = jaxpr.eqns
     if len([1 for equation in equations if equation.primitive in PRIMITIVES]) < 2:

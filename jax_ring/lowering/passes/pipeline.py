@@ -4,26 +4,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.lowering.hlo import hook
+from jax_ring.lowering.module_state import state_of
 from jax_ring.lowering.override_state import enabled
 from jax_ring.lowering.passes import (
     combiner,
     donation,
     exit_barrier,
     fold_casts,
-    inherited_lines,
     merge_equations,
     program_id,
     source_lines,
 )
-from jax_ring.lowering.state import state_of
 
 
 def _lower_shard_map(jax_rule, ctx, *operands, **params):
-    jaxpr = inherited_lines.inherit(params["jaxpr"], ctx.traceback)
+    jaxpr = source_lines.inherit(params["jaxpr"], ctx.traceback)
     if jax.process_count() > 1:
         program_id.note_body(ctx, jaxpr)  # before its calls are lowered
     else:
@@ -52,7 +52,12 @@ def rule(jax_rule: Callable) -> Callable:
 
 
 def end_program(
-    module: ir.Module, jaxpr, platforms: tuple[str, ...], donates: bool, meshes: Sequence, is_exported: bool
+    module: ir.Module,
+    jaxpr: ClosedJaxpr,
+    platforms: tuple[str, ...],
+    donates: bool,
+    meshes: Sequence,
+    is_exported: bool,
 ) -> None:
     """Passes on a program lowered from a jaxpr. meshes: of arguments and results."""
     if source_lines.REQUEST in module.operation.attributes:

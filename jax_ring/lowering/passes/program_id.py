@@ -8,6 +8,7 @@ differ, and prints, which one process may have alone.
 import dataclasses
 import enum
 import hashlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +17,12 @@ from jax.extend.mlir import ir
 
 from jax_ring import _compat
 from jax_ring.distributed import discovery
-from jax_ring.lowering.state import state_of
+from jax_ring.lowering.module_state import state_of
 
 _MAX_BYTES = 1 << 16  # size limit of an array that is part of a program
 
 
-def name_of(ctx) -> str:
+def name_of(ctx: _compat.LoweringContext) -> str:
     """The program's name between processes.
 
     Before the '#' it is the same everywhere. Behind it programs of that name are counted; a process may lower more, to
@@ -36,15 +37,15 @@ def name_of(ctx) -> str:
     return f"{name}/{state.digest}#{state.number}"
 
 
-def note_body(ctx, jaxpr) -> None:
+def note_body(ctx: _compat.LoweringContext, jaxpr: Any) -> None:
     """Adds a shard_map's body to its program's digest."""
     state = state_of(ctx)
     before = state.digest or _digest(*_compat.main_argument_types(ctx))
     state.digest = _digest(before, digest_of(jaxpr))
 
 
-def name_of_program(module: ir.Module, jaxpr) -> str:
-    """The same of a whole program, lowered from this jaxpr."""
+def name_of_program(module: ir.Module, jaxpr: Any) -> str:
+    """The name between processes of a whole program, lowered from this jaxpr."""
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
     marks = [str(main.attributes[name]) for name in ("arg_attrs", "res_attrs") if name in main.attributes]
     name = ir.StringAttr(module.operation.attributes["sym_name"]).value
@@ -52,7 +53,7 @@ def name_of_program(module: ir.Module, jaxpr) -> str:
     return f"{name}/{_digest(digest_of(jaxpr), types, *marks)}#{discovery.next_number(f'{name}, as a whole')}"
 
 
-def digest_of(jaxpr) -> str:
+def digest_of(jaxpr: Any) -> str:
     """A digest of a jaxpr, the same in all processes."""
     return _Digests().of_jaxpr(jaxpr)
 

@@ -1,28 +1,71 @@
-"""Writes the source lines into equal calls, for the error when a rank is missing.
+"""The user's lines of calls: inherited before a shard_map is lowered, and written into equal calls afterwards.
 
-XLA merges calls with equal operands and attributes, which a line would prevent. So once a program is lowered, calls
-equal but for lines get one attribute that names all lines. Equality is by the expressions of operands: operations,
-constants and arguments, as the compiler sees them.
+Errors name the lines when a rank is missing. XLA merges calls with equal operands and attributes, which a line would
+prevent. So once a program is lowered, calls equal but for lines get one attribute that names all lines. Equality is by
+the expressions of operands: operations, constants and arguments, as the compiler sees them.
 
 Arguments of a function called from several places are equal by position and type. Loops, branches and functions are
 compared by the operations in them, without operands.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Hashable
+from typing import Any
 
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 
-from jax_ring.lowering.custom_call.attributes import CONFIG, named
-from jax_ring.lowering.custom_call.operation import compared
+from jax_ring import _compat
+from jax_ring.lowering.custom_call.operation import CONFIG, compared, entries
+from jax_ring.lowering.module_state import Numbers
 from jax_ring.lowering.passes import dataflow
-from jax_ring.lowering.state import Numbers
 
 REQUEST = "jax_ring.several_lines"  # a module's attribute
 _BODIES = ("func.func", "sdy.manual_computation")
 # A text with more lines than this does not help.
 _MAX_PLACES = 16
+
+
+# ---- Before lowering -------------------------------------------------------------------------------------------------
+
+_JAXPRS = (Jaxpr, ClosedJaxpr)
+
+
+def inherit(jaxpr: Any, traceback: Any):
+    """A jaxpr in which collectives without a line of the user have that of the equation around them.
+
+    JAX cuts tracebacks off at the function that it traces, which may be the collective itself, as in
+    `lax.map(partial(ring_psum, axis_name="data"), x)`, or a function of jax_ring.
+
+    Functions are not shared between lines, nor within one: what is lowered must not depend on lines, which may differ
+    between processes.
+
+    traceback: of the equation that has the jaxpr.
+    """
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    # A collective has effects, and so has what contains it.
+    equations = [_inherit(eqn, traceback) if eqn.effects else eqn for eqn in body.eqns]
+    if all(map(operator.is_, equations, body.eqns)):
+        return jaxpr
+    new = body.replace(eqns=equations)
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def _inherit(eqn, traceback):
+    source, params = eqn.source_info, dict(eqn.params)
+    if not _compat.call_site(source):
+        source = source.replace(traceback=traceback)
+    for name, value in eqn.params.items():
+        if isinstance(value, _JAXPRS):
+            params[name] = inherit(value, source.traceback)
+        elif type(value) is tuple and value and isinstance(value[0], _JAXPRS):  # branches
+            params[name] = tuple([inherit(each, source.traceback) for each in value])
+    return eqn if source is eqn.source_info and params == eqn.params else eqn.replace(source_info=source, params=params)
+
+
+# ---- After lowering --------------------------------------------------------------------------------------------------
 
 
 def request(module: ir.Module) -> None:
@@ -49,7 +92,7 @@ def settle(module: ir.Module) -> None:
     for calls in equal.values():
         site = ir.StringAttr.get(_text(list(dict.fromkeys(map(_site, calls)))))
         for call in calls:
-            attributes = named(ir.DictAttr(call.attributes[CONFIG]))
+            attributes = entries(ir.DictAttr(call.attributes[CONFIG]))
             call.attributes[CONFIG] = ir.DictAttr.get({**dict(attributes), "site": site})
 
 
@@ -135,8 +178,8 @@ def _attributes(operation: ir.Operation) -> tuple:
     if not _site(operation):
         return compared(operation)
     attributes = operation.attributes
-    of_engine = [pair for pair in named(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
-    return (*[pair for pair in named(attributes) if pair[0] != CONFIG], *of_engine)
+    of_engine = [pair for pair in entries(ir.DictAttr(attributes[CONFIG])) if pair[0] != "site"]
+    return (*[pair for pair in entries(attributes) if pair[0] != CONFIG], *of_engine)
 
 
 def _site(operation: ir.Operation) -> str:

@@ -4,12 +4,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 _PACKED = jnp.uint32
 
 
-def bits_dtype(dtype):
+def bits_dtype(dtype: DTypeLike):
     """The dtype of `to_bits`."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
@@ -22,7 +24,7 @@ def to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, to) if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(to)
 
 
-def from_bits(bits: jax.Array, dtype) -> jax.Array:
+def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     if dtype == jnp.bool_:
         return lax.ne(bits, zeros_like(bits))
     return lax.bitcast_convert_type(bits, dtype) if jnp.issubdtype(dtype, jnp.floating) else bits.astype(dtype)
@@ -33,18 +35,18 @@ def zeros_like(bits: jax.Array) -> jax.Array:
     return lax.bitwise_xor(bits, bits)
 
 
-def words_dtype(dtype):
+def words_dtype(dtype: DTypeLike):
     return bits_dtype(jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype)
 
 
 def to_words(x: jax.Array) -> jax.Array:
-    """As `to_bits`, also of complex arrays: imaginary behind real parts along the last dimension."""
+    """Integers of the bits of x; of complex numbers, imaginary behind real parts along the last dimension."""
     if jnp.iscomplexobj(x):
         return jnp.concatenate([to_bits(x.real), to_bits(x.imag)], axis=-1)
     return to_bits(x)
 
 
-def from_words(words: jax.Array, dtype) -> jax.Array:
+def from_words(words: jax.Array, dtype: DTypeLike) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*(from_bits(part, jnp.finfo(dtype).dtype) for part in jnp.split(words, 2, axis=-1)))
     return from_bits(words, dtype)
@@ -59,7 +61,7 @@ def packed(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, _PACKED).reshape(-1)
 
 
-def unpacked(words: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+def unpacked(words: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     to = words_dtype(dtype)
     ratio = to.itemsize // words.dtype.itemsize
     if ratio > 1:
@@ -69,20 +71,20 @@ def unpacked(words: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     return from_words(bits[: parts * math.prod(shape)], dtype).reshape(shape)
 
 
-def ordered_dtype(dtype):
+def ordered_dtype(dtype: DTypeLike):
     """The dtype of `to_ordered_integers`."""
     return jnp.dtype(jnp.int64 if jnp.finfo(dtype).bits == 64 else jnp.int32)
 
 
-def to_ordered_integers(x, *, key_type, largest: bool):
+def to_ordered_integers(x: jax.Array, *, key_type: np.dtype, largest: bool):
     """Integers ordered like the floats, -0 below +0, NaN largest or smallest."""
     keys = lax.bitcast_convert_type(x.astype(f"float{key_type.itemsize * 8}"), key_type)
     highest = _highest(keys)
     return lax.select(lax.ne(x, x), highest if largest else lax.bitwise_not(highest), _negative_reversed(keys))
 
 
-def from_ordered_integers(keys, *, dtype):
-    """The inverse; the limits decode to NaN."""
+def from_ordered_integers(keys: jax.Array, *, dtype: DTypeLike):
+    """The floats of which `to_ordered_integers` made these; the limits decode to NaN."""
     bits = _negative_reversed(keys)
     return lax.bitcast_convert_type(bits, f"float{bits.dtype.itemsize * 8}").astype(dtype)
 

@@ -10,12 +10,13 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 
 from jax_ring import _compat
 from jax_ring.lowering.override_state import for_xla
 
 
-def aval_of(dtype, *shape: int) -> jax.core.ShapedArray:
+def aval_of(dtype: DTypeLike, *shape: int) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(shape, dtype)
 
 
@@ -36,24 +37,29 @@ def _dtypes() -> dict[str, np.dtype]:
     return {str(mlir.dtype_to_ir_type(dtype)): dtype for dtype in map(np.dtype, dtypes)}
 
 
-def convert(x, dtype):
+def convert(x: ir.Value, dtype: DTypeLike):
     to = ir.RankedTensorType.get(ir.RankedTensorType(x.type).shape, mlir.dtype_to_ir_type(np.dtype(dtype)))
     return x if x.type == to else hlo.convert(to, x)
 
 
-def reshape(x, shape: tuple[int, ...]):
+def reshape(x: ir.Value, shape: tuple[int, ...]):
     return hlo.reshape(ir.RankedTensorType.get(shape, ir.RankedTensorType(x.type).element_type), x)
 
 
-def move_dimension(x, source: int, destination: int):
-    """As jnp.moveaxis."""
+def move_dimension(x: ir.Value, source: int, destination: int):
+    """x with a dimension moved, by jnp.moveaxis's rules."""
     order = list(range(ir.RankedTensorType(x.type).rank))
     order.insert(destination, order.pop(source))
     return x if source == destination else hlo.transpose(x, order)
 
 
 def inline(
-    ctx, fun: Callable[..., Iterable], operands: Sequence, avals: Sequence | None = None, *, lax_by_xla: bool = True
+    ctx: _compat.LoweringContext,
+    fun: Callable[..., Iterable],
+    operands: Sequence,
+    avals: Sequence | None = None,
+    *,
+    lax_by_xla: bool = True,
 ) -> list:
     """Traces fun(*operands) and emits its operations, without tracking variance.
 
@@ -67,7 +73,7 @@ def inline(
         return emit(ctx.replace(primitive=None, avals_in=plain, avals_out=None), *operands)
 
 
-def inline_one(ctx, fun: Callable, x, aval=None):
-    """The same with one operand and one result."""
+def inline_one(ctx: _compat.LoweringContext, fun: Callable, x: ir.Value, aval: jax.core.ShapedArray | None = None):
+    """`inline` with one operand and one result."""
     (result,) = inline(ctx, lambda x: [fun(x)], [x], None if aval is None else [aval])
     return result

@@ -1,16 +1,13 @@
-"""What is known of the module in lowering, whose calls often differ only in operands."""
+"""What is known of a module in lowering: its calls to engines, and what the passes over it need."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir
 
 from jax_ring import _compat
-
-if TYPE_CHECKING:
-    from jax_ring.lowering.custom_call.operation import Call
 
 
 class Numbers(dict[Any, int]):
@@ -21,8 +18,32 @@ class Numbers(dict[Any, int]):
         return number
 
 
+class CustomCall(NamedTuple):
+    """A custom call to an engine.
+
+    Attributes:
+      target: its name in XLA.
+      shared: attributes, except names in errors; equal within a kind.
+      description: for errors; a `Description`, if of calls of one function and axes.
+      lines: the user's lines that it serves.
+      num_hidden: operands before the user's.
+      itemsize: of the user's operands.
+      joins: whether others may join it.
+      num_own: as in `partitioned.attributes`; None if the partitioner does not divide it.
+    """
+
+    target: str
+    shared: ir.DictAttr
+    description: str
+    lines: tuple[str, ...]
+    num_hidden: int
+    itemsize: int
+    joins: bool
+    num_own: tuple[int, int] | None = None
+
+
 @dataclass(slots=True)
-class LoweringState:
+class ModuleState:
     """A module's state, without a reference to it: a cycle would live on for a while.
 
     Attributes:
@@ -36,7 +57,7 @@ class LoweringState:
       program, site: name between processes and user's line, where the module is a part of a program; else empty.
     """
 
-    calls: "dict[ir.Attribute, Call]" = field(default_factory=dict)
+    calls: dict[ir.Attribute, CustomCall] = field(default_factory=dict)
     lanes: Numbers = field(default_factory=Numbers)
     joined_functions: set[ir.Attribute] = field(default_factory=set)
     rounded_sums: list[tuple[ir.Value, ir.Value]] = field(default_factory=list)
@@ -48,4 +69,4 @@ class LoweringState:
 
 
 # Maps a lowering context to the state of its module.
-state_of: Callable[[Any], LoweringState] = partial(_compat.once, key="jax_ring", compute=LoweringState)
+state_of: Callable[[Any], ModuleState] = partial(_compat.once, key="jax_ring", compute=ModuleState)

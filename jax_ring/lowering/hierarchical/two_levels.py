@@ -6,19 +6,18 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir.dialects import stablehlo as hlo
-from jax.interpreters import mlir
 
-from jax_ring.lowering.call_spec import CallSpec
-from jax_ring.lowering.custom_call import emitter
+from jax_ring import _compat
+from jax_ring.lowering.call import CallSpec, Kind
+from jax_ring.lowering.custom_call import engine
 from jax_ring.lowering.hierarchical import wait_markers
-from jax_ring.lowering.kinds import Kind
 from jax_ring.lowering.xla import ops
 
 
 class Steps(NamedTuple):
     """A call across hosts, in lowering."""
 
-    ctx: mlir.LoweringRuleContext
+    ctx: _compat.LoweringContext
     call: CallSpec
 
     def run(self, fun: Callable, values: Sequence) -> list:
@@ -32,7 +31,7 @@ class Steps(NamedTuple):
         """Emits jax_ring's collective between each host's ranks. avals_out: by default the operands'."""
         avals_in = list(map(ops.aval_of_value, values))
         ctx = self.ctx.replace(avals_in=avals_in, avals_out=avals_out or avals_in)
-        return list(emitter.emit(ctx, values, self.call.within_hosts(kind, **changes)))
+        return list(engine.emit(ctx, values, self.call.within_hosts(kind, **changes)))
 
     def inter(self, emit: Callable, values: Sequence, after: Sequence = ()) -> list:
         """Emits one collective of XLA between hosts for all values, concatenated.
