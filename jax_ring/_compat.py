@@ -9,12 +9,11 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.extend.backend
 import jax.extend.core
-import jax.interpreters.mlir
 import jaxlib.version as _jaxlib_version
 import numpy as np
 from jax.extend import source_info_util as _source_info_util
@@ -24,7 +23,8 @@ from jax.extend.mlir.dialects import func as _func
 
 OLDEST_JAX = (0, 10, 2)
 T = TypeVar("T")
-Context = jax.interpreters.mlir.LoweringRuleContext
+# JAX's `mlir.LoweringRuleContext`, by whose own annotations operands could be of types without a shape.
+LoweringContext: TypeAlias = Any
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Primitive = jax.extend.core.Primitive
 
@@ -136,7 +136,7 @@ def leave_out_of_call_sites() -> None:
     _source_info_util.register_exclusion(str(pathlib.Path(__file__).parent))
 
 
-def call_site(lowering_context: Context | _source_info_util.SourceInfo) -> str:
+def call_site(lowering_context: LoweringContext | _source_info_util.SourceInfo) -> str:
     """File, line and function of the user's call; empty if unknown.
 
     As in the metadata of compiled programs, `jax_hlo_source_file_canonicalization_regex` shortens the name of the file.
@@ -155,7 +155,7 @@ _SCOPES_OF_JAX = re.compile(
 )
 
 
-def location_by_user(lowering_context: Context):
+def location_by_user(lowering_context: LoweringContext):
     """A location that names an operation, in compiled programs and profiles, after the user's part of the program.
 
     That is the innermost `jax.named_scope`, or else the function that makes the call.
@@ -164,13 +164,12 @@ def location_by_user(lowering_context: Context):
     frame = _user_frame(ctx.traceback)
     names = [name for scope in reversed(ctx.name_stack.stack) if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name))]
     names += [name for name in (frame.function_name.split(".")[::-1] if frame else ()) if name.isidentifier()]
-    assert ctx.primitive is not None
     function = function_name(ctx.primitive)
     named = types.SimpleNamespace(name=f"{names[0].replace('/', '.')}.{function}" if names else function)
     return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
 
 
-def call_location(lowering_context: Context) -> tuple[str, int]:
+def call_location(lowering_context: LoweringContext) -> tuple[str, int]:
     """File and line of the user's call; ("<unknown>", 0) if unknown."""
     frame = _user_frame(lowering_context.traceback)
     return (frame.file_name, frame.start_line) if frame else ("<unknown>", 0)
@@ -287,7 +286,7 @@ def lax_rule(primitive: Primitive) -> Callable:
     return _lax_rules.get(primitive, no_lowering)
 
 
-def lower_as_lax(primitive: Primitive, ctx: Context, operand: _ir.Value, **params: Any) -> Sequence:
+def lower_as_lax(primitive: Primitive, ctx: LoweringContext, operand: _ir.Value, **params: Any) -> Sequence:
     """Lowers one operand to XLA's collective, as JAX does."""
     return _lax_rules[primitive](ctx.replace(primitive=primitive), operand, **_params_of_lax(primitive, params))
 
@@ -323,7 +322,7 @@ def params_from_lax(primitive: Primitive, params: dict) -> dict:
     return {own: params[name] for own, name in _PARAMS_OF_LAX[STARTS.get(primitive, primitive)].items()}
 
 
-def no_lowering(lowering_context: Context, *operands: Any, **params: Any) -> NoReturn:
+def no_lowering(lowering_context: LoweringContext, *operands: Any, **params: Any) -> NoReturn:
     """Raises as JAX does for a platform without a lowering."""
     platform = (lowering_context.platforms or lowering_context.module_context.platforms)[0]
     raise NotImplementedError(
@@ -373,7 +372,7 @@ def function_name(primitive: Primitive) -> str:
     return name.replace("reduce_scatter", "psum_scatter")
 
 
-def once(lowering_context: Context, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
+def once(lowering_context: LoweringContext, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
     """compute(*args), called once per key and module. It is kept as long as the lowering of the module lasts."""
     kept = lowering_context.module_context.cached_primitive_lowerings  # JAX's own keys have other types
     if key not in kept:
@@ -443,11 +442,11 @@ def is_donated(attributes: Mapping | _ir.DictAttr) -> bool:
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
 
 
-def is_exported(lowering_context: Context) -> bool:
+def is_exported(lowering_context: LoweringContext) -> bool:
     return lowering_context.module_context.lowering_parameters.for_export
 
 
-def called_function(lowering_context: Context, call: _ir.Operation) -> _ir.Operation:
+def called_function(lowering_context: LoweringContext, call: _ir.Operation) -> _ir.Operation:
     name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     return lowering_context.module_context.symbol_table[name].operation
 
@@ -459,7 +458,7 @@ def unconstrained(value: _ir.Value) -> _ir.Value:
     return value
 
 
-def new_function(lowering_context: Context, name: str, operand_types: list, result_types: list) -> Any:
+def new_function(lowering_context: LoweringContext, name: str, operand_types: list, result_types: list) -> Any:
     """A private function of the module without a body; renamed if the name is taken."""
     module = lowering_context.module_context
     function = _func.FuncOp(name, _ir.FunctionType.get(operand_types, result_types), ip=module.ip)
@@ -468,7 +467,7 @@ def new_function(lowering_context: Context, name: str, operand_types: list, resu
     return function
 
 
-def stream_of(lowering_context: Context) -> str:
+def stream_of(lowering_context: LoweringContext) -> str:
     """The GPU stream of `compute_on("gpu_stream:...")`; empty by default."""
     eqn_context = lowering_context.jaxpr_eqn_ctx
     kind, _, name = ((eqn_context and eqn_context.compute_type) or "").partition(":")
@@ -594,11 +593,11 @@ def is_compile_only(mesh: Mesh) -> bool:
     return devices is not None and isinstance(devices[0].client, _CompileOnlyClient)
 
 
-def module_name(lowering_context: Context) -> str:
+def module_name(lowering_context: LoweringContext) -> str:
     return _ir.StringAttr(lowering_context.module_context.module.operation.attributes["sym_name"]).value
 
 
-def main_argument_types(lowering_context: Context) -> list[str]:
+def main_argument_types(lowering_context: LoweringContext) -> list[str]:
     main = lowering_context.module_context.symbol_table["main"].operation
     return [str(argument.type) for argument in main.regions[0].blocks[0].arguments]
 

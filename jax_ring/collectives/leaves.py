@@ -97,8 +97,8 @@ def no_namesake(function: str) -> Callable:
     return refuse
 
 
-def counted(leaf: jax.Array) -> jax.Array:
-    """The leaf, with booleans as int32, as `lax.psum` counts them."""
+def counted(leaf):
+    """x, with booleans as int32, as for lax.psum."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 
@@ -126,7 +126,7 @@ def as_varying(function: str, operand, axes: tuple, *, mixed: bool = True):
     )
 
 
-def own_copy(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def own_copy(x, axis_name: AxisName):
     """x as a value that varies over all of the axes. No-op without vma tracking."""
     if not _compat.check_vma():
         return x
