@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import jax
 import jax.extend.backend
 import jax.extend.core
-import jax.interpreters.mlir
 import jaxlib.version as _jaxlib_version
 import numpy as np
 from jax.extend import source_info_util as _source_info_util
@@ -165,7 +164,6 @@ def location_by_user(lowering_context: LoweringContext):
     frame = _user_frame(ctx.traceback)
     names = [name for scope in reversed(ctx.name_stack.stack) if not _SCOPES_OF_JAX.fullmatch(name := str(scope.name))]
     names += [name for name in (frame.function_name.split(".")[::-1] if frame else ()) if name.isidentifier()]
-    assert ctx.primitive is not None
     function = function_name(ctx.primitive)
     named = types.SimpleNamespace(name=f"{names[0].replace('/', '.')}.{function}" if names else function)
     return _source_info_to_location(ctx.module_context, named, ctx.name_stack, ctx.traceback)  # type: ignore[arg-type]
