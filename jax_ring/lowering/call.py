@@ -46,7 +46,7 @@ class Kind:
         return self.name if self.has_xla and not is_wrong else ALL_REDUCE.name
 
     def refusal(self, op: str, dtype: Any) -> str:
-        """Why it refuses a dtype, with places for function and type; empty if it does not.
+        """Why this kind refuses a dtype, with places for function and type; empty if it does not.
 
         op: the reduction.
         """

@@ -153,7 +153,7 @@ def _count(change: int) -> None:
 
 
 def enable_in_all_threads() -> None:
-    """For `JAX_RING_OVERRIDE=1`: override_state.py has the value for threads without an override."""
+    """Registers the lowerings for `JAX_RING_OVERRIDE=1`; override_state.py has the settings of threads without one."""
     _count(1)
 
 
@@ -182,7 +182,7 @@ _OVERRIDDEN = {
 
 
 def _make_rules() -> dict[Primitive, Callable]:
-    """By primitive of JAX: from JAX's rule to its replacement.
+    """Functions from JAX's rule to its replacement, by JAX's primitive.
 
     JAX's rule lowers where the override is off.
     """

@@ -76,7 +76,10 @@ def levels_of(
 def _split_by_host(
     processes: Sequence[int], groups: tuple[tuple[int, ...], ...], host_of: Callable
 ) -> tuple[Levels | None, str]:
-    """processes: by mesh position, several."""
+    """Groups whose ranks are on several processes, split into the parts on each host; or None, and why not.
+
+    processes: by mesh position.
+    """
     intra: list[tuple[int, ...]] = []
     inter: list[tuple[int, ...]] = []
     num_hosts = []
@@ -112,7 +115,7 @@ _WHY_UNKNOWN = {
 
 
 def members_of(engine: str, mesh: Any) -> list[Member] | None:
-    """By mesh position; None if unknown yet, or not all are GPUs that the CUDA engine needs."""
+    """The device of each mesh position; None if unknown yet, or not all are GPUs that the CUDA engine needs."""
     devices = _compat.mesh_devices(mesh)
     if engine == "cuda":
         is_known = devices is not None and all(map(_is_gpu, devices))
@@ -123,7 +126,7 @@ def members_of(engine: str, mesh: Any) -> list[Member] | None:
 
 
 def processes_of_cpus(mesh: Any) -> list[int] | None:
-    """By mesh position, its process; None if unknown yet."""
+    """The process of each mesh position; None if unknown yet."""
     members = members_of("cpu", mesh)
     return None if members is None else [member.process for member in members]
 
@@ -172,7 +175,7 @@ def _name_of(device, identity: Identity) -> str:
 
 
 def group_table(groups: Groups) -> np.ndarray:
-    """By position, its group's index."""
+    """The index of each position's group."""
     table = np.zeros(sum(map(len, groups)), np.int32)
     for i, group in enumerate(groups):
         table[list(group)] = i
@@ -180,7 +183,7 @@ def group_table(groups: Groups) -> np.ndarray:
 
 
 def rank_table(groups: Groups) -> np.ndarray:
-    """By position, its rank in its group."""
+    """The rank of each position in its group."""
     table = np.zeros(sum(map(len, groups)), np.int32)
     for group in groups:
         table[list(group)] = range(len(group))

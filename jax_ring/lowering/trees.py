@@ -47,7 +47,7 @@ def trees_of(groups: Groups, intra: Groups, options: Options) -> tuple[GroupTree
 
 
 def why_beyond_kernels(trees: Sequence[GroupTree]) -> str:
-    """Why the CUDA kernels cannot add along these trees, or ""."""
+    """Why the CUDA kernels cannot add along these trees; "" if they can."""
     for tree in set(trees):
         if not runtime.ffi_cuda.serves_tree(*tree):
             return (

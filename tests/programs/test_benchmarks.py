@@ -467,6 +467,15 @@ def test_lowering_time():
     assert [row[-1] for row in rows] == ["3", "3", "1", "1", "1"]
 
 
+def test_lowering_calls():
+    """Whoever reads how one ring_psum is lowered opens few files."""
+    counts = re.match(r"(\d+) calls in (\d+) files ", run("lowering_calls.py", "--devices", "2"))
+    calls, files = map(int, counts.groups())
+    assert 5 < files <= 10
+    if sys.version_info >= (3, 12):  # older versions count comprehensions
+        assert 20 < calls <= 50
+
+
 @pytest.mark.full
 def test_reduction_place(tmp_path):
     file = tmp_path / "rows.json"

@@ -60,7 +60,7 @@ def attributes(
 
 
 def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_own: tuple[int, int]) -> ir.Attribute:
-    """Shardy's rule for it."""
+    """Shardy's rule for a call to be divided."""
     sizes: list[int] = []  # one factor for dimensions that are divided alike
     undivided: list[int] = []
     mappings: tuple[list, list] = ([], [])
@@ -110,7 +110,10 @@ def _local_type(shape, sharding) -> ir.RankedTensorType:
 
 
 def _program(types_in: Sequence, types_out: Sequence, values: dict) -> ir.Module:
-    """A module whose main function makes the engine's call. values: of its attributes, and of those above."""
+    """A module whose main function makes the engine's call.
+
+    values: the call's attributes, and the ones above, which the engine's call does not have.
+    """
     target = ir.StringAttr(values.pop(_ENGINE_TARGET)).value
     takes_position = ir.BoolAttr(values.pop(_TAKES_POSITION)).value
     aliases = _integers(values.pop(ALIASES))

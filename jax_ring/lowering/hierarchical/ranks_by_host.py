@@ -13,7 +13,7 @@ from jax_ring.lowering.topology import Groups, Levels, group_table, rank_table
 
 
 def group_of(levels: Levels) -> np.ndarray:
-    """By mesh position, its group's index."""
+    """The index of each mesh position's group."""
     return group_table(levels.intra) // np.int32(levels.num_hosts)
 
 

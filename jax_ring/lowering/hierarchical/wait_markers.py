@@ -49,7 +49,7 @@ def are_enclosed(ctx: _compat.LoweringContext, groups: topology.Groups) -> bool:
 
 
 def _processes_of(ctx, groups: topology.Groups) -> list[int] | None:
-    """By mesh position, its process; None if not worth marking."""
+    """The process of each mesh position; None if not worth marking."""
     if jax.process_count() == 1 or _compat.platforms_of(ctx) != ("cpu",) or _compat.is_exported(ctx):
         return None
     axis_context = ctx.module_context.axis_context

@@ -101,7 +101,7 @@ def _join_calls(
 
 
 def _key(op: ir.Operation, call: CustomCall, elements: Callable) -> Hashable:
-    """Equal for calls that can be one."""
+    """What calls have in common that can be one."""
     return call.target, call.shared, function_and_axes(call.description), elements(op.operands[call.num_hidden].type)[0]
 
 

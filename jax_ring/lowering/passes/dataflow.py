@@ -18,7 +18,7 @@ _NOT_COMPARED = ("stablehlo.custom_call", "func.call", "stablehlo.rng", "stableh
 
 
 def equal_values(operations: Sequence[ir.Operation]) -> dict[ir.Value, ir.Value]:
-    """For values computed twice: the first."""
+    """The first of equal values, by each of the others."""
     first_of: dict[ir.Value, ir.Value] = {}
     computed: dict[Hashable, ir.Operation] = {}
     for op in operations:
@@ -152,7 +152,7 @@ def reorder(
 
 
 def only_callers(module: ir.Module) -> dict[ir.Block, ir.Operation]:
-    """For the bodies of functions that are called once: the call."""
+    """The call of each function that is called once, by the function's body."""
     callers: defaultdict[str, list[ir.Operation]] = defaultdict(list)
     for call in operations_of(module, func.CallOp):
         callers[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].append(call)

@@ -42,7 +42,7 @@ def is_one(op: ir.Operation) -> bool:
 
 
 def key(op: ir.Operation) -> Hashable:
-    """Equal for those that can be one: alike but for the last dimension."""
+    """What all-to-alls have in common that can be one: everything but the last dimension."""
     of_operand = ir.RankedTensorType(op.operands[0].type)
     return op.name, op.attributes["replica_groups"], of_operand.element_type, *of_operand.shape[:-1]
 

@@ -80,7 +80,7 @@ def _groups(equations) -> list[_Group]:
 
 
 def _key(equation) -> Hashable | None:
-    """Equal for joinable collectives of one line and `jax.named_scope`; None for other equations."""
+    """What collectives of one line and `jax.named_scope` have in common that can be one; None for other equations."""
     if equation.primitive not in PRIMITIVES:
         return None
     options = equation.params["options"]

@@ -107,7 +107,7 @@ class _Expressions:
         self._contents: dict[ir.Operation, frozenset[Hashable]] = {}
 
     def of_call(self, call: ir.Operation) -> Hashable:
-        """Equal for calls that XLA can merge: on equal operands, in the same loops and branches."""
+        """What calls have in common that XLA can merge: equal operands, and the loops and branches around them."""
         branches: list[Hashable] = []
         block = ir.InsertionPoint(call).block
         while (owner := self._callers.get(block, block.owner.operation)).name not in _BODIES:
@@ -154,7 +154,10 @@ class _Expressions:
         return _described(operation), within
 
     def _within(self, body: ir.Operation) -> frozenset[Hashable]:
-        """Without order, and each once: XLA merges what is equal there, too. Called functions are taken apart."""
+        """The operations in a body, without order and each once: XLA merges equal ones there, too.
+
+        Called functions are taken apart.
+        """
         if _is_call(body):
             body = self._functions[ir.FlatSymbolRefAttr(body.attributes["callee"]).value].operation
         if body not in self._contents:
