@@ -21,7 +21,7 @@ inline constexpr std::string_view kCollectives[] = {"all_reduce", "reduce_scatte
 inline constexpr std::string_view kOps[] = {"sum", "max", "min"};
 inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 
-// The attributes that jax_ring/lowering/custom_call/attributes.py writes, decoded here:
+// The attributes that jax_ring/lowering/custom_call/engine.py writes, decoded here:
 //   call, site   strings for error messages: the call, the same on all ranks, and the lines of the user's program.
 //                The lines may be empty, and do not identify a call.
 //   collective   string: one of kCollectives
