@@ -150,7 +150,7 @@ def tensor_parallel(mesh, params) -> dict:
 
 
 def divided_parameters(mesh, params) -> dict:
-    """The same for parameters that are divided over the axis "data"."""
+    """By name, such a step, its params and state: of parameters that are divided over the axis "data"."""
     from jax_ring import value_and_grad, zero
 
     num_shards = mesh.shape["data"]

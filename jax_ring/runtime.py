@@ -73,7 +73,7 @@ TARGETS = {
         "ragged_all_to_all",
     )
 }
-# The same on a GPU's other streams. XLA must not record these in a CUDA graph: there, calls of one stream could run at
+# For calls on a GPU's other streams. XLA must not record these in a CUDA graph: there, calls of one stream could run at
 # the same time. By default it does not record its own collectives either.
 ASYNC_TARGETS = {collective: f"{target}_async" for collective, target in TARGETS.items()}
 # Another prefix: a barrier is no collective.

@@ -181,7 +181,7 @@ class Attempt:
         failure = self._failures.first()
         return Outcome(failure.status if failure else 1, failure)
 
-    # Those of the methods below that can end the job return the reason, or None.
+    # Methods below that can end the job return the reason, or None.
 
     def _exited(self, process: Process) -> str | None:
         assert process.status is not None

@@ -35,7 +35,8 @@ def test_every_test_is_run_in_ci():
 @pytest.mark.one_pair  # pytest's selection does not depend on JAX
 @pytest.mark.parametrize(
     ("arguments", "selected"),
-    [([], ["plain"]), (["tests"], ["plain", "left_out"]), (["-m", "full"], ["left_out"])],
+    # xdist's workers are started with paths: the plain command must be known in them as well.
+    [([], ["plain"]), (["-n0", "tests"], ["plain", "left_out"]), (["-n0", "-m", "full"], ["left_out"])],
     ids=["plain command", "a path", "a marker"],
 )
 def test_which_tests_a_command_runs(tmp_path, arguments, selected):
@@ -48,6 +49,6 @@ def test_which_tests_a_command_runs(tmp_path, arguments, selected):
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\ntestpaths = tests\npythonpath = tests/support\naddopts = -n 1\nmarkers = full"
     )
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-rA", "--color=no", "-p", "no:cacheprovider", *arguments]
     text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"PASSED tests/test_some.py::test_(\w+)", text)) == set(selected), text
