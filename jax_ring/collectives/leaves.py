@@ -98,8 +98,8 @@ def no_namesake(function: str) -> Callable:
     return refuse
 
 
-def counted(leaf):
-    """x, with booleans as int32, as for lax.psum."""
+def counted(leaf: jax.Array) -> jax.Array:
+    """The leaf, with booleans as int32, as `lax.psum` counts them."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 
