@@ -137,7 +137,7 @@ class TermStack(NamedTuple):
 
 
 def _merges(num_shards: int, num_ranks: int) -> np.ndarray:
-    """By rank and shard: how many partial sums are added after it."""
+    """The number of partial sums that are added after each shard, by rank and shard."""
     each = num_shards // num_ranks
     nodes = [[shard_tree.Node(rank * each + i, 1) for i in range(each)] for rank in range(num_ranks)]
     return np.array([shard_tree.merges_of(num_shards, own) for own in nodes], np.int32)
@@ -211,7 +211,7 @@ def prepare(
 
 
 def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:
-    """The cotangents of operands with slots: that of the sum in each used slot, zeros elsewhere."""
+    """The cotangents of operands with slots: the sum's cotangent in each used slot, zeros elsewhere."""
     size = num_ranks(axes) if groups is None else len(groups[0])
     counts = np.array([len(shard_tree.terms_of(num_shards, size, rank)) for rank in range(size)], np.int32)
     slots = int(counts.max())

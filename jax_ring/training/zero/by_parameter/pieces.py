@@ -77,7 +77,7 @@ class Packing:
 
     @functools.cached_property
     def used(self) -> list[dict[str, int]]:
-        """By rank, the elements of its pieces, by dtype."""
+        """The elements of each rank's pieces, by dtype."""
         ranks: list[dict[str, int]] = [defaultdict(int) for _ in self.ranks]
         for sizes, pieces in zip(ranks, self.ranks, strict=True):
             for piece in pieces:
