@@ -13,7 +13,7 @@ from jax import lax
 from jax_ring import _compat, shard_tree
 from jax_ring.collectives.axes import AxisName, Groups, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import counted, own_copy
-from jax_ring.lowering.transposed import without_reverse_mode
+from jax_ring.lowering.custom_transpose import without_reverse_mode
 from jax_ring.lowering.trees import accumulator
 from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.options import Options, integer
