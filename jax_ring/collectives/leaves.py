@@ -99,7 +99,7 @@ def no_namesake(function: str) -> Callable:
 
 
 def counted(leaf):
-    """x, with booleans as int32, as for lax.psum."""
+    """x, with booleans as int32, as which `lax.psum` counts them."""
     return leaf.astype(jnp.int32) if leaf.dtype == _BOOL else leaf
 
 

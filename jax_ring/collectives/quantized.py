@@ -68,7 +68,7 @@ def quantized_psum(
         key = jax.random.fold_in(key, lax.axis_index(axes))
         key_impl = jax.random.key_impl(key)
         operands.append(as_varying(function, jax.random.key_data(key), axes))
-    # As for the pairs in primitives.py.
+    # vma tracks mesh axes only; over vmap axes the result keeps the operand's type.
     invariant = _compat.check_vma() and bool(split_axes(axes)[1])
     total, *error = quantized_psum_p.bind(
         *operands, function=function, axes=axes, key_impl=key_impl, by_host=by_host, with_error=with_error,

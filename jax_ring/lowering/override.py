@@ -104,7 +104,7 @@ def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> O
     Args:
       partitioner: whether to replace the partitioner's. None: yes, but before JAX 0.11 not in programs that donate
         buffers, as a changed one forgets that; True accepts it.
-      order: of sums, as in `ring_psum`: "rank", "ring", "any" or "tree".
+      order: in which sums are added: "rank", "ring", "any" or "tree"; `ring_psum` has the definitions.
 
     A `UserWarning` reports the first call in a partial-manual `shard_map` that stays XLA's.
 
