@@ -188,7 +188,7 @@ class ParameterShards:
         """The parameters, outside of `shard_map`; inside of it `ShardedOptimizer.gather` returns them.
 
         Raises:
-          ValueError: if these are the shards of one rank.
+          ValueError: if this is the partition of one rank.
         """
         num_ranks = max((len(x) for x in self.own.values()), default=1)
         packing = self.division.packing(num_ranks)
