@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all measurements of docs/performance.md, writes them to benchmarks/results/NAME (cpu-...), and makes the tables of
-# that page and of the lab book from these and all others. Takes about an hour on two cores. The rows of mpi4jax and torch.distributed need
-# pip install --editable '.[peers]'.
+# that page and of the lab book from these and all others. Takes about an hour on two cores. The rows of mpi4jax and
+# torch.distributed need pip install --editable '.[peers]'.
 #
 #   benchmarks/run_all.sh NAME [RUNS]
 set -euo pipefail

@@ -63,7 +63,7 @@ def run_overridden(kind: str, *command: str) -> NoReturn:
 
 
 def _options_of_python() -> list[str]:
-    """Those in front of `-m jax_ring`."""
+    """Python's own options: what the command line has in front of `-m jax_ring`."""
     given = sys.orig_argv[1:]
     for i, (arg, following) in enumerate(itertools.pairwise([*given, ""])):
         flags, m, name = arg.partition("m")  # as in -Om jax_ring and -mjax_ring

@@ -777,7 +777,7 @@ def scan_counts(scan_params: dict) -> tuple[int, int]:
 
 
 def platforms_of_branches(cond_params: Mapping) -> tuple | None:
-    """For each branch of a `lax.platform_dependent` its platforms, None for the default; None for other `cond`s."""
+    """The platforms of each branch of a `lax.platform_dependent`, None for the default; None for other `cond`s."""
     return cond_params.get("branches_platforms")
 
 

@@ -35,7 +35,7 @@ class Options:
     apart: bool = False  # whether never to join the call with others, e.g. one per bucket of gradients
 
     def of_sum(self, order: Order) -> "Options":
-        """These options for a sum in this order."""
+        """The options of a sum in this order, otherwise unchanged."""
         return dataclasses.replace(self, order=order)
 
     def ignored_by_xla(self) -> str:
@@ -62,7 +62,7 @@ _defaults = contextvars.ContextVar("defaults", default=_DEFAULT)
 
 
 def bucketed(overlap: bool) -> contextlib.AbstractContextManager[None]:
-    """For collectives with buckets as operands.
+    """The options of collectives in the block whose operands are buckets.
 
     overlap: whether GPUs run them beside their computation.
     """

@@ -1,7 +1,7 @@
 """The binary tree over shards of `order="tree"`: its nodes, and those that a rank contributes.
 
-Its parts are split at the largest power of two below their size (the hash tree of RFC 6962). It depends on V alone: a
-rank adds its shards as far as the tree allows, and contributes the partial sums.
+A node of n shards is split at the largest power of two below n (the hash tree of RFC 6962). The tree depends on V
+alone: a rank adds its shards as far as the tree allows, and contributes the partial sums.
 """
 
 from collections.abc import Callable, Iterable, Sequence

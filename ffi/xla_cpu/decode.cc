@@ -94,7 +94,7 @@ Conversion conversion_of(const Message& message, ffi::DataType rounds_to, ffi::D
   if (from == to && !rounds) return {};
   const FoldKernels& kernels = fold_kernels();
   if (to == ffi::F32 && from == ffi::S8 && !rounds && !scatters) {
-    return {kernels.decode, kPacketBytes, kBlockElements * sizeof(float)};
+    return {kernels.decode, kPacketBytes, kGroupElements * sizeof(float)};
   }
   const ffi::DataType small = rounds ? rounds_to : from;
   const bool is_sum = to == ffi::F32 && message.op == Op::sum && (!rounds || (scatters && from == ffi::F32));

@@ -45,7 +45,7 @@ class Rules(NamedTuple):
     Attributes:
       abstract_eval: (aval, **params) -> (aval, effects), for one operand; `options` is not among the params.
       transpose: (cotangents, params) -> the operands' cotangents; None if not linear.
-      over_vmap_axis: (x, batch dimension, axis size, options, **details) -> (result, batch dimension), as in
+      over_vmap_axis: (x, batch dimension, axis size, options, **details) -> (result, batch dimension): a function of
         vmap_axis.py.
       separable: whether several axes equal one axis after the other.
       added_dimensions: dimensions of the result less those of the operand, unless `tiled`.

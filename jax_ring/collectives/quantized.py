@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from jax_ring import _compat, runtime
-from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives import scale_groups as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, num_ranks, split_axes
 from jax_ring.collectives.leaves import as_varying
 from jax_ring.collectives.primitives import register, ring_all_gather_p, ring_psum_scatter_p
@@ -68,7 +68,7 @@ def quantized_psum(
         key = jax.random.fold_in(key, lax.axis_index(axes))
         key_impl = jax.random.key_impl(key)
         operands.append(as_varying(function, jax.random.key_data(key), axes))
-    # As for the pairs in primitives.py.
+    # vma tracks mesh axes only; over vmap axes the result keeps the operand's type.
     invariant = _compat.check_vma() and bool(split_axes(axes)[1])
     total, *error = quantized_psum_p.bind(
         *operands, function=function, axes=axes, key_impl=key_impl, by_host=by_host, with_error=with_error,
@@ -101,7 +101,7 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
         "axes": axes, "axis_index_groups": levels.intra, "axis_size": num_chunks, "dimension": 0, "tiled": False,
         "options": Options(),
     }  # fmt: skip
-    chunks = _padded(x, num_chunks * levels.num_hosts * int8.BLOCK).reshape(num_chunks, -1)
+    chunks = _padded(x, num_chunks * levels.num_hosts * int8.GROUP).reshape(num_chunks, -1)
     (chunk,) = ring_psum_scatter_p.bind(chunks, **intra)
     packets, own_error = _reduce_scatter(chunk, _keys(key_data, key_impl), axes, levels.inter, levels.num_hosts, host)
     packets = lax.all_gather(packets, axes, axis_index_groups=levels.inter)
@@ -112,7 +112,7 @@ def _by_host(x: jax.Array, *key_data: jax.Array, axes: tuple, key_impl, levels: 
 
 def _reduce_scatter(x: jax.Array, keys: tuple, axes: tuple, groups, num_ranks: int, rank: jax.Array):
     """The packets of this rank's part of the sum, and its rounding error, like x."""
-    scale_groups = _padded(x, num_ranks * int8.BLOCK).reshape(num_ranks, -1, int8.BLOCK)
+    scale_groups = _padded(x, num_ranks * int8.GROUP).reshape(num_ranks, -1, int8.GROUP)
     packets = int8.encode(scale_groups, keys[0])
     received = lax.all_to_all(packets, axes, 0, 0, axis_index_groups=groups)
     total = int8.fold(received)
@@ -144,10 +144,10 @@ def _in_packets(groups: Groups) -> Crossing:
     groups: ranks with the same chunk on different hosts.
     """
     num_hosts, dtype = len(groups[0]), np.dtype(np.float32)
-    unit = num_hosts * int8.BLOCK  # a scale group for each host
+    unit = num_hosts * int8.GROUP  # a scale group for each host
 
     def encode(x):
-        return int8.encode(x.reshape(num_hosts, -1, int8.BLOCK))
+        return int8.encode(x.reshape(num_hosts, -1, int8.GROUP))
 
     def add(received):
         return int8.encode(int8.fold(received))

@@ -145,7 +145,11 @@ def ring_pmin(
 
         shortest = ring_pmin(length, "data")  # under shard_map
 
-    NaN, zeros, types and derivatives are as in `ring_pmax`.
+    Arguments are those of `ring_psum`, but booleans stay booleans, and `x` may vary over only some of the axes. A NaN
+    on any rank makes the result NaN, and -0 is smaller than +0. It has no derivative: stop its operand's gradient.
+
+    Raises:
+      TypeError: for complex numbers, which have no order.
     """
     return _extremum("min", PMIN, lax_pmin, x, axis_name, axis_index_groups, algorithm)
 

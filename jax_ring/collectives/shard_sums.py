@@ -13,7 +13,7 @@ from jax import lax
 from jax_ring import _compat, shard_tree
 from jax_ring.collectives.axes import AxisName, Groups, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import counted, own_copy
-from jax_ring.lowering.transposed import without_reverse_mode
+from jax_ring.lowering.custom_transpose import without_reverse_mode
 from jax_ring.lowering.trees import accumulator
 from jax_ring.lowering.xla.fallback import rank_in_group
 from jax_ring.options import Options, integer
@@ -137,7 +137,7 @@ class TermStack(NamedTuple):
 
 
 def _merges(num_shards: int, num_ranks: int) -> np.ndarray:
-    """By rank and shard: how many partial sums are added after it."""
+    """The number of partial sums that are added after each shard, by rank and shard."""
     each = num_shards // num_ranks
     nodes = [[shard_tree.Node(rank * each + i, 1) for i in range(each)] for rank in range(num_ranks)]
     return np.array([shard_tree.merges_of(num_shards, own) for own in nodes], np.int32)
@@ -211,7 +211,7 @@ def prepare(
 
 
 def spread(cotangents: Sequence[jax.Array], num_shards: int, axes: tuple, groups: Groups | None) -> list[jax.Array]:
-    """The cotangents of operands with slots: that of the sum in each used slot, zeros elsewhere."""
+    """The cotangents of operands with slots: the sum's cotangent in each used slot, zeros elsewhere."""
     size = num_ranks(axes) if groups is None else len(groups[0])
     counts = np.array([len(shard_tree.terms_of(num_shards, size, rank)) for rank in range(size)], np.int32)
     slots = int(counts.max())

@@ -257,7 +257,7 @@ def _gpus_of(kernels: types.ModuleType | None, visible: tuple[int, ...] | None) 
 
 # Pairs of process and host, or None. A user context is part of the keys of JAX's caches, so a program lowered with
 # other hosts is never reused. JAX does not allow creating a context while other threads trace.
-_assumed = jax.make_user_context(None)
+assumed = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -293,23 +293,13 @@ def assume_hosts(hosts: Mapping[int, int | str]) -> Iterator[None]:
             "assume_hosts() was entered in a function that is being traced. It affects lowering, which happens after "
             "tracing: use it around lower() of the outermost jitted function."
         )
-    with _assumed(tuple(sorted(hosts.items()))):
+    with assumed(tuple(sorted(hosts.items()))):
         yield
-
-
-def assumed() -> tuple | None:
-    """What is assumed in this thread."""
-    return _assumed.value
-
-
-def assuming(hosts: tuple | None) -> contextlib.AbstractContextManager:
-    """A context with another thread's assumption."""
-    return _assumed(hosts)
 
 
 def assumed_host_of(process: int) -> int | str:
     """The host of a process whose devices are not there; raises ValueError if `assume_hosts()` does not name it."""
-    if (pairs := assumed()) is None:
+    if (pairs := assumed.value) is None:
         return process
     hosts = dict(pairs)
     if process not in hosts:

@@ -183,7 +183,7 @@ def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:
 
 
 def _thresholds(attributes: str) -> list[Thresholds]:
-    """By which the engine selects a sum's algorithm, for each group; empty without a choice."""
+    """The thresholds by which the engine selects a sum's algorithm, for each group; empty without a choice."""
     is_free = 'algorithm = "auto"' in attributes and 'op = "sum"' in attributes and 'order = "ring"' not in attributes
     limits = [_integers(name, attributes) for name in ("one_shot_bytes", "two_shot_bytes")]
     return [Thresholds(*pair) for pair in zip(*limits, strict=True)] if is_free else []

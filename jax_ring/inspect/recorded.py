@@ -159,7 +159,7 @@ class CallStatistics:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Of the operands, on average: calls with equal first operands are one."""
+        """The bytes of the operands, on average: calls with equal first operands are one."""
         return self.bytes // self.count if self.count else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What is known of a module in lowering: its calls to engines, and what the passes over it need."""
+"""The state of a module in lowering: its calls to engines, and what the passes over it need."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -29,7 +29,8 @@ class CustomCall(NamedTuple):
       num_hidden: operands before the user's.
       itemsize: of the user's operands.
       joins: whether others may join it.
-      num_own: as in `partitioned.attributes`; None if the partitioner does not divide it.
+      num_own: numbers of leading dimensions of operand and result that XLA's partitioner must not divide; None where
+        it does not divide the call.
     """
 
     target: str
@@ -49,8 +50,8 @@ class ModuleState:
     Attributes:
       calls: to engines, by attributes, as JAX copies operations.
       lanes: by GPU stream.
-      joined_functions: whose calls are joined, by symbol.
-      rounded_sums: as float32, and as asked for.
+      joined_functions: symbols of the functions whose calls are joined.
+      rounded_sums: pairs of a sum as float32, and rounded as asked for.
       may_leave_out: whether a rank may leave out a call.
       digest: of the program so far; empty in one process.
       number: among lowerings of programs of one name; None until needed.

@@ -104,7 +104,7 @@ def override_lax(*, partitioner: bool | None = None, order: Order = "rank") -> O
     Args:
       partitioner: whether to replace the partitioner's. None: yes, but before JAX 0.11 not in programs that donate
         buffers, as a changed one forgets that; True accepts it.
-      order: of sums, as in `ring_psum`: "rank", "ring", "any" or "tree".
+      order: in which sums are added: "rank", "ring", "any" or "tree"; `ring_psum` has the definitions.
 
     A `UserWarning` reports the first call in a partial-manual `shard_map` that stays XLA's.
 
@@ -238,7 +238,8 @@ def _plan(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> plan.Plan | 
         return None
     if call.is_sum:
         call = call._replace(options=call.options.of_sum(enabled.value.order))
-    call = _with_params(call._replace(to_xla=partial(_as_by_jax, jax_rule, params)), ctx, named, params)
+    by_jax = call._replace(to_xla=lambda ctx, operand, **_: jax_rule(ctx, operand, **params))
+    call = _with_params(by_jax, ctx, named, params)
     if call.perm is not None and not _is_permutation(params["perm"], len(call.groups[0])):
         return None  # JAX's rule raises an error
     service = plan.service_of(ctx, call)
@@ -247,10 +248,6 @@ def _plan(call: CallSpec, jax_rule: Callable, ctx, params: dict) -> plan.Plan | 
     if jax_rule is _compat.no_lowering and call.kind is BROADCAST:  # JAX lowers it for GPUs only
         call = call._replace(to_xla=lower_broadcast_to_xla)
     return plan.plan_call(call, ctx, {})
-
-
-def _as_by_jax(jax_rule: Callable, params: dict, ctx, operand, **_):
-    return jax_rule(ctx, operand, **params)
 
 
 def _check_named_once(function: str, axes: tuple) -> None:

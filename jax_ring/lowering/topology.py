@@ -67,7 +67,7 @@ def levels_of(
         split, why_not = _split_by_host(processes, groups, assumed_host_of if is_elsewhere else discovery.host_of)
         if split is None:
             unless = "; each process counts as a host, unless jax_ring.assume_hosts() says which of them share one"
-            return None, why_not + unless if is_elsewhere and assumed() is None else why_not
+            return None, why_not + unless if is_elsewhere and assumed.value is None else why_not
         levels = split
     why_not = _why_unreachable(mesh, levels.intra) if engine == "cuda" else ""
     return (None, why_not) if why_not else (levels, "")

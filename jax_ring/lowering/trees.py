@@ -1,4 +1,4 @@
-"""The trees of a call's groups."""
+"""The trees of a call's groups, for order "tree": their slots and roots, and which of them GPUs can add along."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -199,11 +199,12 @@ def check_in_axes(function: str, in_axes: Any) -> None:
 
 
 def dimensions_of_cuts(function: str, in_axes: Any, data: tuple, count: int, parts: str, whole: str) -> dict[int, int]:
-    """By position in the leaves of the arguments after the parameters, the dimension that is cut into `count` blocks.
+    """The dimension of each leaf that is cut into `count` parts, by the leaf's position.
 
-    Dimensions count from the front. Leaves that are not cut are missing.
+    Positions count the leaves of the arguments after the parameters, dimensions from the front. Leaves that are not cut
+    are missing.
 
-    parts, whole: words for errors: what the blocks are, and who gets an uncut leaf.
+    parts, whole: words for errors: what the parts are, and who gets an uncut leaf.
     """
     axes, leaves = _axes_of_leaves(function, in_axes, data), jax.tree_util.tree_leaves_with_path(data)
     dimensions = {}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, axes_of_difference, check_axis_name, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
-from jax_ring.lowering.transposed import transposed_by, without_reverse_mode
+from jax_ring.lowering.custom_transpose import transposed_by, without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.same_bits.parts import SHARD
 from jax_ring.training.same_bits.shards import Shards, first_shard

@@ -104,9 +104,9 @@ class FloatWire:
         return self.dtype if jnp.finfo(self.dtype).bits < jnp.finfo(x.dtype).bits else x.dtype
 
     def scale_of(self, x: jax.Array, divisor: int, headroom: int) -> int:
-        """By what `x` is divided before sending, if the sum will be divided by `divisor`.
+        """The scale of `x`: by what it is divided before sending, if the sum will be divided by `divisor`.
 
-        headroom: the same where the sum is multiplied again, in a dtype of more range.
+        headroom: the scale where the sum is multiplied again, in a dtype of more range.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return 1

@@ -41,7 +41,7 @@ def function_and_operand(devices, sum_of_ranks=total, size=3):
 
 
 def partitioned_function_and_operand(devices):
-    """The same sum of ones, by `jit` alone."""
+    """A sum of ones over these devices by `jit` alone, and its operand."""
     _, x = function_and_operand(devices)
     return jax.jit(lambda x: x.sum(0, keepdims=True) * jax.numpy.ones_like(x), out_shardings=x.sharding), x
 

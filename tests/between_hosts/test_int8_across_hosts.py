@@ -11,23 +11,23 @@ from jax.sharding import PartitionSpec as P
 from test_two_level import TWO_HOSTS, by_host, call, cut_small_parts, integers, local_shards, on_mesh
 
 from jax_ring import explain, sync_gradients, sync_with_feedback
-from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives import scale_groups as int8
 from jax_ring.lowering.hierarchical import all_reduce
 
 pytestmark = [pytest.mark.full, pytest.mark.one_pair]  # jobs of several processes; tables of the same steps
 
 RNG = np.random.default_rng(0)  # the same numbers in both processes
-SIZE = 4 * 2 * int8.BLOCK * 2 - 300  # the last shard is padded
+SIZE = 4 * 2 * int8.GROUP * 2 - 300  # the last shard is padded
 
 
 def through_packets(x: np.ndarray) -> np.ndarray:
     """x after rounding, on one device."""
-    return np.asarray(int8.decode(int8.encode(x.reshape(-1, int8.BLOCK)))).reshape(x.shape)
+    return np.asarray(int8.decode(int8.encode(x.reshape(-1, int8.GROUP)))).reshape(x.shape)
 
 
 def expected_sum(values: np.ndarray, hosts: list[slice]) -> tuple[np.ndarray, np.ndarray]:
     """The sum, and the rounding errors of the two hosts."""
-    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % (8 * int8.BLOCK))))
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % (8 * int8.GROUP))))
     of_hosts = [rank_fold(padded[host]) for host in hosts]
     sent = np.stack([through_packets(x) for x in of_hosts])
     total = rank_fold(sent)
@@ -60,7 +60,7 @@ def only_what_crosses_is_rounded():
         # Each rank of a host owns one shard, and the residual is zero elsewhere.
         residuals = local_shards(residual)[:, 0]
         assert_same_bits(residuals.sum(0, dtype=np.float32), errors[jax.process_index()])
-        shards = np.pad(residuals, ((0, 0), (0, -SIZE % (8 * int8.BLOCK)))).reshape(4, 4, -1) != 0
+        shards = np.pad(residuals, ((0, 0), (0, -SIZE % (8 * int8.GROUP)))).reshape(4, 4, -1) != 0
         assert (shards.any(-1) == np.eye(4, dtype=bool)).all()
 
 

@@ -20,7 +20,7 @@ LARGE = 2 * SMALL_PART // 4  # float32 of so many elements cross in parts
 
 
 def in_one_piece(fun):
-    """The same function, of which nothing is cut."""
+    """A function of which no sum is cut."""
 
     def whole(*args):
         part_bytes, all_reduce.PART_BYTES = all_reduce.PART_BYTES, 1 << 40

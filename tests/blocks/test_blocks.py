@@ -55,7 +55,7 @@ def all_of(total, w, x):
 
 @functools.cache
 def expected_of_mlp():
-    """The same for all cases, and compiled as one program: one by one, the operations would take far longer."""
+    """What all cases expect, compiled as one program: one by one, the operations would take far longer."""
 
     def total(w, x):
         return sum(mlp(jax.tree.map(lambda leaf, i=i: leaf[i], w), x) for i in range(B))

@@ -26,7 +26,7 @@ def random_programs(trial: Trial) -> Outcome:
 
 
 def random_programs_and_a_kill(trial: Trial) -> Outcome:
-    """The same, until a process is killed: the others get an error that names a process, and no wrong bits before."""
+    """Random programs until a process is killed: others get an error that names a process, and no wrong bits before."""
     processes, devices = LAYOUTS[trial.random.integers(len(LAYOUTS))]
     victim = int(trial.random.integers(1, processes))
     with trial.start(soak, processes, devices, arguments=[trial.seed, 10**9, str(trial.folder)]) as program:

@@ -233,7 +233,7 @@ def _await_end(folder: str) -> None:
 
 
 def launched_sums(folder: str) -> None:
-    """The same under the launcher, where rank 0 is like any other."""
+    """Sums under the launcher, where rank 0 is like any other."""
     import jax
 
     jax.distributed.initialize()

@@ -104,7 +104,7 @@ def on(mesh, spec, x):
 
 
 def num_sockets():
-    """Those of TCP and UDP, which JAX's clients have; the connection to the launcher is another kind."""
+    """The sockets of TCP and UDP, which JAX's clients have; the connection to the launcher is another kind."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

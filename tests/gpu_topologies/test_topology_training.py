@@ -35,7 +35,7 @@ def loss(params, x):
 
 
 def placed(tree, mesh, specs):
-    """The same types, on the devices of a mesh."""
+    """A tree of types on the devices of a mesh."""
     if isinstance(specs, P):
         specs = jax.tree.map(lambda _: specs, tree)
     put = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))  # noqa: E731

@@ -27,7 +27,7 @@ print(names(), sys.path[0])
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """The same program in each form that Python takes."""
+    """One program in each form that Python takes."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("script.py").write_text(PROGRAM)
     py_compile.compile("script.py", "compiled.pyc")

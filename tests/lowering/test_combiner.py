@@ -113,7 +113,7 @@ def test_a_circle_through_a_joined_call_is_seen():
 
 
 def body_of_lax(body):
-    """The same function with the collectives of lax."""
+    """A function of which the collectives are those of lax."""
     names = {**body.__globals__, "ring_psum": lax.psum, "ring_pmax": lax.pmax}
     return type(body)(body.__code__, names, closure=body.__closure__)
 

@@ -48,7 +48,7 @@ def partly(body, *, mesh=None, check_vma=False, in_specs=ROWS, out_specs=ROWS):
 
 
 def fully(body, spec, out_spec=None):
-    """The same body, where it only sees its device's part."""
+    """A body in a shard_map over all axes, where it sees its device's part alone."""
     return jax.jit(
         jax.shard_map(body, mesh=mesh_of(), in_specs=spec, out_specs=out_spec or spec, check_vma=False)
     )  # fmt: skip

@@ -115,7 +115,7 @@ def test_no_modules_import_each_other():
 
 
 def test_private_names_of_jax_are_in_one_module():
-    """And in the coordinator's server, which runs without the package."""
+    """The coordinator's server, which runs without the package, is the other."""
     named = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")

@@ -45,7 +45,7 @@ def scanned(w, x):
 
 
 def stored(w, x):
-    """The same function object for every call, so that JAX finds its trace."""
+    """A scan of one function object in all calls, so that JAX finds its trace."""
     return lax.scan(_stored_step, x, w[None])[0]
 
 

@@ -31,7 +31,7 @@ def with_custom_jvp(psum):
 
 
 def with_custom_vjp(psum):
-    """The same as a custom_vjp, with sums in the function, its forward rule and its backward rule."""
+    """A custom_vjp with sums in the function, its forward rule and its backward rule."""
 
     @jax.custom_vjp
     def f(x):

@@ -1,4 +1,4 @@
-"""wire="int8": the blocks, the sum over ranks, what is fed back, and every function that takes it."""
+"""wire="int8": the scale groups, the sum over ranks, what is fed back, and every function that takes it."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ from jax_ring import (
     sync_with_feedback,
     value_and_grad,
 )
-from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives import scale_groups as int8
 from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
@@ -39,17 +39,17 @@ sharded = functools.partial(sharded_over, mesh=make_mesh((RANKS,)))
 
 
 def through_packets(x, key=None) -> np.ndarray:
-    """x after rounding, on one device; padded to whole blocks."""
-    blocks = np.pad(np.ravel(x), (0, -np.size(x) % int8.BLOCK)).reshape(-1, int8.BLOCK)
-    return np.asarray(_through_packets(blocks, key)).reshape(-1)
+    """x after rounding, on one device; padded to whole scale groups."""
+    groups = np.pad(np.ravel(x), (0, -np.size(x) % int8.GROUP)).reshape(-1, int8.GROUP)
+    return np.asarray(_through_packets(groups, key)).reshape(-1)
 
 
-_through_packets = jax.jit(lambda blocks, key: int8.decode(int8.encode(blocks, key)))
+_through_packets = jax.jit(lambda groups, key: int8.decode(int8.encode(groups, key)))
 
 
 def block_of(*values) -> np.ndarray:
     """A block that begins with these values, and is zero after them."""
-    return np.pad(np.float32(values), (0, int8.BLOCK - len(values)))
+    return np.pad(np.float32(values), (0, int8.GROUP - len(values)))
 
 
 # ---- Blocks ---------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def block_of(*values) -> np.ndarray:
 @pytest.mark.one_pair
 @pytest.mark.parametrize("largest", [1.0, 1e-29, 1e38, LARGEST], ids=str)
 def test_rounded_to_nearest(largest):
-    x = (RNG.uniform(-1, 1, (4, int8.BLOCK)) * largest).astype(np.float32)
+    x = (RNG.uniform(-1, 1, (4, int8.GROUP)) * largest).astype(np.float32)
     x[:, 7] = largest
     step = largest / 126 * (1 + 2**-16)
     error = np.abs(through_packets(x).astype(np.float64) - x.reshape(-1))
@@ -95,8 +95,8 @@ def test_infinities_and_nans_have_codes_of_their_own():
 @pytest.mark.one_pair
 def test_products_are_exact():
     """So that no compiler can change the sum by contracting them with the addition."""
-    packets = int8.encode(jnp.asarray(VALUES[:, :2560].reshape(-1, int8.BLOCK)))
-    codes, scales = np.asarray(packets)[:, : int8.BLOCK], np.asarray(packets)[:, int8.BLOCK :].copy().view(np.float32)
+    packets = int8.encode(jnp.asarray(VALUES[:, :2560].reshape(-1, int8.GROUP)))
+    codes, scales = np.asarray(packets)[:, : int8.GROUP], np.asarray(packets)[:, int8.GROUP :].copy().view(np.float32)
     assert_same_bits(np.asarray(int8.decode(packets)).astype(np.float64), codes * scales.astype(np.float64))
 
 
@@ -186,7 +186,7 @@ def test_infinities_and_nans_as_in_float32(check_vma):
     assert_same_bits(np.asarray(total)[special], expected[special])
     assert np.isfinite(total[~special]).all()
     # Only the block with the large values has a large scale.
-    others = ~special & (np.arange(values.shape[1]) // int8.BLOCK != 1500 // int8.BLOCK)
+    others = ~special & (np.arange(values.shape[1]) // int8.GROUP != 1500 // int8.GROUP)
     assert np.abs(total - expected)[others].max() < 0.2
     assert np.isfinite(residual).all()
 
@@ -229,7 +229,7 @@ def test_the_noise_differs_between_buckets():
 
 
 @pytest.mark.one_pair
-def test_leaves_are_packed_before_blocks_are_cut(check_vma):
+def test_leaves_are_packed_before_groups_are_cut(check_vma):
     """In the order of `plan_buckets`, the last leaf first; a bucket of its own starts a new block."""
     tree = {"a": VALUES[:, :100].reshape(RANKS, 10, 10), "b": VALUES[:, 100:700], "c": VALUES[:, 0]}
     packed = np.concatenate([tree[name].reshape(RANKS, -1) for name in "cba"], axis=1)

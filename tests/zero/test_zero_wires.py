@@ -9,7 +9,7 @@ from helpers import assert_same_bits, make_mesh, sharded
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import explain, value_and_grad, zero
-from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives import scale_groups as int8
 from jax_ring.training.wire import reduced_by
 
 RANKS, SHARDS = 4, 6

@@ -30,10 +30,10 @@ struct Inputs : BufferSlices<const void*> {
 // if the CPU has them; the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
-// Floats in blocks of 8-bit codes, as defined in jax_ring/collectives/int8_blocks.py. A packet holds a block's codes,
-// then its scale, a float32.
-constexpr size_t kBlockElements = 256;
-constexpr size_t kPacketBytes = kBlockElements + sizeof(float);
+// Floats in scale groups of 8-bit codes, as defined in jax_ring/collectives/scale_groups.py. A packet holds a group's
+// codes, then its scale, a float32.
+constexpr size_t kGroupElements = 256;
+constexpr size_t kPacketBytes = kGroupElements + sizeof(float);
 
 // Unrounded sums of 16-bit floats. The sum of a single one is its value.
 struct SumsInFloat32 {

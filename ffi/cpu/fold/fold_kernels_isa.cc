@@ -210,15 +210,15 @@ void decode_packets(const Inputs& inputs, const Outputs& outputs, size_t count) 
   using Lanes = Vector<kRegisterBytes / sizeof(float)>;
   constexpr size_t kLanes = kRegisterBytes / sizeof(float);
   const int8_t* packet = static_cast<const int8_t*>(inputs.buffers[0]) + inputs.begin * kPacketBytes;
-  for (size_t block = outputs.begin; block < outputs.begin + count; ++block, packet += kPacketBytes) {
+  for (size_t group = outputs.begin; group < outputs.begin + count; ++group, packet += kPacketBytes) {
     float scale;
-    __builtin_memcpy(&scale, packet + kBlockElements, sizeof(scale));
-    for (size_t at = 0; at < kBlockElements; at += kLanes) {
+    __builtin_memcpy(&scale, packet + kGroupElements, sizeof(scale));
+    for (size_t at = 0; at < kGroupElements; at += kLanes) {
       Lanes::Of<int8_t> codes;
       __builtin_memcpy(&codes, packet + at, sizeof(codes));
       const auto values = values_of<Lanes>(codes, scale);
       for (int i = 0; i < outputs.count; ++i) {
-        float* const to = static_cast<float*>(outputs.buffers[i]) + block * kBlockElements + at;
+        float* const to = static_cast<float*>(outputs.buffers[i]) + group * kGroupElements + at;
         if constexpr (kStream) {
           stream(to, values);
         } else {

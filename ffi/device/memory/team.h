@@ -42,14 +42,6 @@ struct Cta {
   }
 };
 #else
-struct Solo {
-  int thread() const { return 0; }
-  int size() const { return 1; }
-  void sync() const {}
-  bool all(bool mine) const { return mine; }
-  uint64_t of_first(uint64_t value) const { return value; }
-};
-
 // Barrier of several host threads, like __syncthreads_and() for a CTA. It too waits without a deadline: a thread that
 // leaves its team alone is a kernel bug, while waits for a peer are made in await().
 class HostBarrier {

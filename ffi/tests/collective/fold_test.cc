@@ -423,7 +423,7 @@ TEST(DecodeKernel, GivesCodeTimesScale) {
   std::vector<float> want;
   for (size_t block = 0; block < kCount; ++block) {
     int8_t* const packet = &packets[(kFrom + block) * kPacketBytes];
-    for (int i = 0; i < static_cast<int>(kBlockElements); ++i) {
+    for (int i = 0; i < static_cast<int>(kGroupElements); ++i) {
       const int code = (i + static_cast<int>(block)) % 256 - 128;
       packet[i] = static_cast<int8_t>(code);
       want.push_back(code == -128   ? std::numeric_limits<float>::quiet_NaN()
@@ -431,12 +431,12 @@ TEST(DecodeKernel, GivesCodeTimesScale) {
                      : code == -127 ? -infinity
                                     : static_cast<float>(code) * scales[block]);
     }
-    std::memcpy(packet + kBlockElements, &scales[block], sizeof(float));
+    std::memcpy(packet + kGroupElements, &scales[block], sizeof(float));
   }
   for (const FoldKernels* kernels : runnable_kernels()) {
     for (bool streaming : {false, true}) {
       SCOPED_TRACE(::testing::Message() << kernels->instruction_set << ", streaming " << streaming);
-      const Bytes untouched((kTo + kCount + 1) * kBlockElements * sizeof(float), kUntouched);
+      const Bytes untouched((kTo + kCount + 1) * kGroupElements * sizeof(float), kUntouched);
       std::vector<OffsetBuffer> outputs;
       std::vector<void*> out;
       for (int i = 0; i < 3; ++i) outputs.emplace_back(untouched, streaming ? 0 : i * sizeof(float));
@@ -445,7 +445,7 @@ TEST(DecodeKernel, GivesCodeTimesScale) {
       kernels->decode({&in, 1, kFrom}, {out.data(), 3, kTo}, kCount, streaming);
       for (const void* of_rank : out) {
         const auto* const got = static_cast<const unsigned char*>(of_rank);
-        const size_t begin = kTo * kBlockElements * sizeof(float), bytes = want.size() * sizeof(float);
+        const size_t begin = kTo * kGroupElements * sizeof(float), bytes = want.size() * sizeof(float);
         ASSERT_EQ(std::memcmp(got + begin, want.data(), bytes), 0);
         ASSERT_TRUE(std::equal(got, got + begin, untouched.begin()));
         ASSERT_TRUE(std::equal(got + begin + bytes, got + untouched.size(), untouched.begin()));

@@ -277,8 +277,8 @@ struct Format {
 
 void make_int8(std::mt19937_64& random, unsigned char* packet, unsigned char* values) {
   const float scale = std::ldexp(1.5f, static_cast<int>(random() % 40) - 20);
-  std::memcpy(packet + kBlockElements, &scale, sizeof(scale));
-  for (size_t i = 0; i < kBlockElements; ++i) {
+  std::memcpy(packet + kGroupElements, &scale, sizeof(scale));
+  for (size_t i = 0; i < kGroupElements; ++i) {
     const int code = static_cast<int>(random() % 256) - 128;
     const float value = code == -128   ? std::numeric_limits<float>::quiet_NaN()
                         : code == 127  ? std::numeric_limits<float>::infinity()
@@ -292,7 +292,7 @@ void make_int8(std::mt19937_64& random, unsigned char* packet, unsigned char* va
 void PrintTo(const Format& format, std::ostream* out) { *out << format.name; }
 
 const Format kFormats[] = {
-    {"int8", XLA_FFI_DataType_S8, XLA_FFI_DataType_F32, kPacketBytes, kBlockElements, sizeof(float), make_int8}};
+    {"int8", XLA_FFI_DataType_S8, XLA_FFI_DataType_F32, kPacketBytes, kGroupElements, sizeof(float), make_int8}};
 
 class DecodingGather : public ::testing::TestWithParam<Format> {
  protected:

@@ -1,6 +1,7 @@
 """Moves blocks between the user's dimension and the engine's leading one.
 
-Twice: traced, and for values of the program, because tracing takes longer than the rest of a call.
+Each move exists twice, for traced arrays and, as `lower_...`, for values of the program: tracing takes longer than the
+rest of a call.
 """
 
 import jax

@@ -3,7 +3,7 @@
 XLA runs instructions in order on a main stream. Calling a function with a stream as attribute becomes an asynchronous
 pair: work starts on that stream, and the main stream goes on until the done. "collective" is XLA's name for the stream
 of its own collectives. From JAX 0.12 the latency-hiding scheduler treats the pair like an all-reduce: one at a time,
-with as much work as possible in between. That of JAX 0.10.2 does not know that it takes time.
+with as much work as possible in between. The scheduler of JAX 0.10.2 does not know that it takes time.
 
 Calls of one stream run in order and share a lane; those of different streams may not.
 """

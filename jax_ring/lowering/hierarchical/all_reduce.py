@@ -272,7 +272,7 @@ def to_chunks(x: ir.Value, aval: jax.core.ShapedArray) -> ir.Value:
 
 
 def from_chunks(x: ir.Value, aval: jax.core.ShapedArray) -> ir.Value:
-    """An array for `aval` from chunks: what `to_chunks` did, undone, but for the conversion."""
+    """The array of `aval`'s shape that `to_chunks` cut, in the dtype of the chunks."""
     x = ops.reshape(x, (math.prod(ir.RankedTensorType(x.type).shape),))
     x = hlo.slice(x, *(mlir.dense_int_array([n]) for n in (0, aval.size, 1)))
     return ops.reshape(x, aval.shape)

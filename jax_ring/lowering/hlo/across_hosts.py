@@ -55,7 +55,7 @@ mlir.register_lowering(_steps_p, _lower_steps)
 
 
 def shapes_of(call: Collective) -> tuple[list[Shape], list[Shape]]:
-    """Its steps' operands and results: 1-D, behind the dimension of blocks, if any."""
+    """Shapes of the operands and results of a call's steps: 1-D, behind the dimension of blocks, if any."""
     if call.in_tuple:
         size = math.prod(call.operands[0].dimensions)
         blocks = [call.operands[0].like([call.size, size], [1, 0])]
@@ -82,7 +82,7 @@ def lowered(
     """The HloModuleProto of a call's steps.
 
     Args:
-      shapes: see `shapes_of`.
+      shapes: of the steps' operands and results, from `shapes_of`.
       program: the calling program's name between processes.
       site: the user's line.
     """

@@ -55,7 +55,10 @@ class Collective(NamedTuple):
     Attributes:
       instruction: the HloInstructionProto.
       opcode: of HLO.
-      kind, op, groups, perm: as in a CallSpec.
+      kind: of collective.
+      op: the reduction: "sum", "max" or "min".
+      groups: of partitions, in rank order.
+      perm: pairs of a permutation, (source, receiver); else None.
       operand_ids, operands, results: ids of operands, and shapes.
       dimension: of the scatter or gather.
       in_tuple: whether an all-to-all has an operand and a result per rank.

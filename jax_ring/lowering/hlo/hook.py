@@ -62,7 +62,7 @@ def _note_devices(meshes: Sequence) -> str:
     devices = {device.id: device for mesh in absent for device in _compat.mesh_devices(mesh) or ()}
     if not devices:
         return ""
-    hosts = discovery.assumed()
+    hosts = discovery.assumed.value
     processes = sorted((id_, device.process_index) for id_, device in devices.items())
     name = hashlib.sha256(repr((processes, hosts)).encode()).hexdigest()[:16]
     _elsewhere[name] = _Devices(devices, hosts)
@@ -152,7 +152,7 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         refuse(None, why)
         return None
     program = Program(module, named, platform, devices, cast(Order, order))
-    with discovery.assuming(known.hosts):
+    with discovery.assumed(known.hosts):
         changed = [_replaced(id_, program, refuse) for id_ in program.bodies]
     if changed == bodies:
         return None

@@ -46,7 +46,7 @@ class EngineCall(NamedTuple):
 
     Attributes:
       config: its attributes, as text.
-      blocks_apart: as in a CallSpec.
+      blocks_apart: whether an all-to-all has an operand and a result for each rank.
     """
 
     config: str

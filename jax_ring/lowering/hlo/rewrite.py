@@ -166,7 +166,7 @@ class Computation:
         return self._add("concatenate", whole, blocks, [proto.packed(proto.DIMENSIONS, [0])])
 
     def _write_blocks(self, call: Collective, made: int, whole: Shape) -> None:
-        """The inverse, for its results."""
+        """Writes the results of such an all-to-all, from one array of all their blocks."""
         size = whole.dimensions[1]
         block = whole.like([1, size], whole.minor_to_major)
         blocks = [self._add("slice", block, [made], slices([(i, i + 1), (0, size)])) for i in range(call.size)]

@@ -1,4 +1,4 @@
-"""Shapes with layouts, as HLO has them."""
+"""Shapes of HLO: dimensions, element types and layouts, read from XLA's messages and written to them."""
 
 import math
 from collections.abc import Sequence

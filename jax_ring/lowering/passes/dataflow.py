@@ -1,4 +1,4 @@
-"""A block's data flow: which operations can be one, and where they then are; and that into called functions.
+"""Data flow within a block: which of its operations can be joined, and the order after that; who calls a function.
 
 Nothing else orders operations: XLA ignores their order, and ordered effects pass tokens. Prints, maybe in one process
 alone, therefore change nothing for others.

@@ -1,4 +1,4 @@
-"""Sums of floats rounded from float32 and widened again, as for a narrow wire.
+"""Removes the casts around a sum of small floats that come from float32 and are widened again, as for a narrow wire.
 
 A large sum between hosts reads float32, rounds each part as it adds, and returns float32. So neither operand nor sum
 needs a rounded copy.

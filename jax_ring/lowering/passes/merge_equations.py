@@ -1,4 +1,4 @@
-"""Joins collectives in a shard_map's body before lowering, which saves theirs.
+"""Joins collectives of one line in a shard_map's body before lowering, so that they are lowered as one.
 
 `jax.tree.map(lambda x: ring_psum(x, "data"), tree)` has an equation per leaf. Those equal but for operands, all there
 when the first runs, become one equation. The combiner joins the rest, at more effort.

@@ -1,4 +1,4 @@
-"""Passes on a lowered program, and on the body of each shard_map."""
+"""Runs the passes: on each shard_map, before and after its body is lowered, and on the whole program."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

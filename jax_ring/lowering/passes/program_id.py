@@ -1,4 +1,4 @@
-"""Names the program under lowering alike in all processes, to match calls.
+"""The name of the program under lowering, the same in all processes, which match calls by it.
 
 Programs of one name may run at once from two threads, in another order in each process. So a digest is added of what
 the shard_maps' bodies compute, by the expressions of their results: without locations, callbacks, whose addresses

@@ -1,4 +1,4 @@
-"""Arrays as integers of their bits, to move and select unchanged."""
+"""Arrays as integers of their bits, which XLA moves and selects unchanged, or orders like the floats."""
 
 import math
 

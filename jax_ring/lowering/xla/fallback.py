@@ -23,16 +23,7 @@ from jax_ring.lowering import trees
 from jax_ring.lowering.call import ALL_REDUCE, REDUCE, REDUCE_SCATTER, CallSpec, Kind
 from jax_ring.lowering.custom_call import blocks
 from jax_ring.lowering.topology import group_table, rank_table
-from jax_ring.lowering.xla import ops
-from jax_ring.lowering.xla.bitcasts import (
-    bits_dtype,
-    from_bits,
-    from_ordered_integers,
-    ordered_dtype,
-    to_bits,
-    to_ordered_integers,
-    zeros_like,
-)
+from jax_ring.lowering.xla import bitcasts, ops
 
 
 def _all_reduce(ctx, operand, aval, *, axes, axis_index_groups=None):
@@ -55,7 +46,7 @@ def lower_reduce_to_xla(
 def on_root(total: jax.Array, axes: tuple, root: int):
     if jnp.iscomplexobj(total):
         return lax.complex(on_root(total.real, axes, root), on_root(total.imag, axes, root))
-    return from_bits(_or_zeros(to_bits(total), axes, root), total.dtype)
+    return bitcasts.from_bits(_or_zeros(bitcasts.to_bits(total), axes, root), total.dtype)
 
 
 def lower_extremum_to_xla(
@@ -66,11 +57,11 @@ def lower_extremum_to_xla(
     lower = partial(_compat.lower_as_lax, primitive)
     if "cpu" not in _compat.platforms_of(ctx) or not jnp.issubdtype(aval.dtype, jnp.floating):
         return lower(ctx, operand, **params)
-    keys_aval = aval.update(dtype=ordered_dtype(aval.dtype))
-    to_keys = partial(to_ordered_integers, key_type=keys_aval.dtype, largest=op == "max")
+    keys_aval = aval.update(dtype=bitcasts.ordered_dtype(aval.dtype))
+    to_keys = partial(bitcasts.to_ordered_integers, key_type=keys_aval.dtype, largest=op == "max")
     keys = ops.inline_one(ctx, to_keys, operand, aval)
     (keys,) = lower(ctx.replace(avals_in=[keys_aval], avals_out=[keys_aval]), keys, **params)
-    return [ops.inline_one(ctx, partial(from_ordered_integers, dtype=aval.dtype), keys, keys_aval)]
+    return [ops.inline_one(ctx, partial(bitcasts.from_ordered_integers, dtype=aval.dtype), keys, keys_aval)]
 
 
 def lower_broadcast_to_xla(
@@ -86,10 +77,10 @@ def lower_broadcast_to_xla(
         )  # fmt: skip
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
     # As integers, because 0.0 + -0.0 is 0.0.
-    bits_aval = aval.update(dtype=bits_dtype(aval.dtype))
-    bits = ops.inline_one(ctx, lambda x: _or_zeros(to_bits(x), axes, root), operand, aval)
+    bits_aval = aval.update(dtype=bitcasts.bits_dtype(aval.dtype))
+    bits = ops.inline_one(ctx, lambda x: _or_zeros(bitcasts.to_bits(x), axes, root), operand, aval)
     bits = _all_reduce(ctx, bits, bits_aval, axes=axes)
-    return [ops.inline_one(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval)]
+    return [ops.inline_one(ctx, partial(bitcasts.from_bits, dtype=aval.dtype), bits, bits_aval)]
 
 
 def lower_dynamic_broadcast_to_sum(
@@ -105,22 +96,22 @@ def lower_dynamic_broadcast_to_sum(
         ctx = ctx.replace(avals_in=[part, source_aval], avals_out=[part])
         lower = partial(lower_dynamic_broadcast_to_sum, ctx, source=source, axes=axes, lower_sum=lower_sum)
         return [hlo.complex(*lower(hlo.real(operand)), *lower(hlo.imag(operand)))]
-    bits_aval = jax.core.ShapedArray(aval.shape, bits_dtype(aval.dtype))
+    bits_aval = jax.core.ShapedArray(aval.shape, bitcasts.bits_dtype(aval.dtype))
 
     def masked(x, source):
-        bits = to_bits(x)
+        bits = bitcasts.to_bits(x)
         return [jnp.where(lax.axis_index(axes) == source, bits, jnp.zeros_like(bits))]
 
     (bits,) = ops.inline(ctx, masked, [operand, source], ctx.avals_in)
     (bits,) = lower_sum(ctx.replace(avals_in=[bits_aval], avals_out=[bits_aval]), bits)
-    return [ops.inline_one(ctx, partial(from_bits, dtype=aval.dtype), bits, bits_aval)]
+    return [ops.inline_one(ctx, partial(bitcasts.from_bits, dtype=aval.dtype), bits, bits_aval)]
 
 
 def _or_zeros(bits, axes, root):
     # For symbolic shapes: in a shard_map, jaxlib crashes on scalar conversions that `==` can insert.
     coordinates = np.unravel_index(root, [lax.axis_size(axis) for axis in axes])
     is_root = [lax.eq(lax.axis_index(axis), np.int32(c)) for axis, c in zip(axes, coordinates, strict=True)]
-    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, zeros_like(bits))
+    return lax.select(functools.reduce(lax.bitwise_and, is_root), bits, bitcasts.zeros_like(bits))
 
 
 def lower_psum_scatter_to_all_reduce(

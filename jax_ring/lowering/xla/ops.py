@@ -1,4 +1,4 @@
-"""StableHLO helpers."""
+"""StableHLO operations for values of a program: casts, reshapes, and the inlining of a traced function."""
 
 import contextlib
 import functools

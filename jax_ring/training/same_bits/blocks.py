@@ -18,7 +18,7 @@ from jax_ring import _compat
 from jax_ring.collectives.axes import AxisName, axes_of, check_axis_name, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.reductions import ring_pmax, ring_psum
-from jax_ring.lowering.transposed import without_reverse_mode
+from jax_ring.lowering.custom_transpose import without_reverse_mode
 from jax_ring.options import check_arrays, check_function, integer, path_text
 from jax_ring.training.same_bits.fence import fence
 from jax_ring.training.same_bits.parts import Parts, axes_of_results

@@ -154,7 +154,7 @@ def _computed(name: str, fun: Callable, operands: list, known: Known) -> Any:
     return known.once((name,), known.rounded(name, lambda operands: [fun(*operands)]), operands)[0]
 
 
-# ---- Control flow: the same, with bodies evaluated so ---------------------------------------------------------------
+# ---- Control flow, whose bodies are evaluated likewise --------------------------------------------------------------
 
 
 def _scan(run: Callable, operands: list, *, jaxpr, length, reverse, unroll, **structure) -> list:

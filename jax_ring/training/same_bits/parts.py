@@ -121,7 +121,7 @@ class Parts:
         return jax.tree.map(lambda x: own_copy(jnp.asarray(x), self.varying), tree)
 
     def indices(self) -> jax.Array:
-        """The rank's, among all."""
+        """The indices of the rank's parts among all."""
         axes = axes_of(self.axis_name)
         first = lax.axis_index(axes) * self.each if axes else 0
         return own_copy(first + jnp.arange(self.each, dtype=jnp.int32), self.varying)

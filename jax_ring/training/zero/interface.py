@@ -224,7 +224,7 @@ class ShardedParams:
         """The parameters, outside of `shard_map`; inside of it `ShardedOptimizer.gather` returns them.
 
         Raises:
-          ValueError: if these are the shards of one rank.
+          ValueError: if this is the partition of one rank.
         """
         sizes = {name: size_of(self.like, places) for name, places in by_dtype(self.like).items()}
         for name, size in sizes.items():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.collectives import int8_blocks as int8
+from jax_ring.collectives import scale_groups as int8
 from jax_ring.collectives.axes import AxisName, axes_of, check_divisible, check_named, num_ranks
 from jax_ring.collectives.leaves import own_copy
 from jax_ring.collectives.shard_sums import ShardSums
@@ -104,7 +104,7 @@ def _takes(wire: FloatWire | Int8Wire, x: jax.Array) -> bool:
 
 def _in_groups(x: jax.Array) -> jax.Array:
     """float32[..., scale groups, 256], from the last dimension."""
-    return padded(x.astype(jnp.float32), int8.BLOCK).reshape(*x.shape[:-1], -1, int8.BLOCK)
+    return padded(x.astype(jnp.float32), int8.GROUP).reshape(*x.shape[:-1], -1, int8.GROUP)
 
 
 class LocalGradients(NamedTuple):

@@ -77,7 +77,7 @@ class Packing:
 
     @functools.cached_property
     def used(self) -> list[dict[str, int]]:
-        """By rank, the elements of its pieces, by dtype."""
+        """The elements of each rank's pieces, by dtype."""
         ranks: list[dict[str, int]] = [defaultdict(int) for _ in self.ranks]
         for sizes, pieces in zip(ranks, self.ranks, strict=True):
             for piece in pieces:
@@ -188,7 +188,7 @@ class ParameterShards:
         """The parameters, outside of `shard_map`; inside of it `ShardedOptimizer.gather` returns them.
 
         Raises:
-          ValueError: if these are the shards of one rank.
+          ValueError: if this is the partition of one rank.
         """
         num_ranks = max((len(x) for x in self.own.values()), default=1)
         packing = self.division.packing(num_ranks)

@@ -110,7 +110,7 @@ class TracedUpdate:
         return [i for i, owner in enumerate(self.owners[: self.first_param]) if owner == leaf]
 
     def state_owners(self) -> tuple[int | None, ...]:
-        """By leaf of the state, its parameter; None if shared."""
+        """The parameter of each leaf of the state; None if shared."""
         return self.owners[self.num_leaves : self.first_param]
 
     @property

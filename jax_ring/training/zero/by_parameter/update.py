@@ -56,7 +56,7 @@ class OwnInputs:
         return [[next(rest) for _ in self.traced.indices_of(piece.leaf)[1:]] for piece in self.pieces]
 
     def updates(self, has_gradient: Sequence[bool]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """By piece its update, and all pieces' states in one list. Without a gradient a parameter keeps both."""
+        """The update of each piece, and all pieces' states in one list. Without a gradient a parameter keeps both."""
 
         def wanted(leaf):
             return self.traced.indices_of(leaf) if has_gradient[leaf] else []
@@ -74,7 +74,7 @@ class OwnInputs:
         return slicing.compute(self.traced.closed, outputs, self._inputs({}, self.scalars))
 
     def compute(self, wanted: Callable[[int], list[int]]) -> list[list[jax.Array]]:
-        """By piece, its parameter's outputs `wanted`, flat unless whole."""
+        """The outputs `wanted` of each piece's parameter, flat unless the piece is whole."""
         closed, avals, in_loops = self.traced.closed, self.traced.closed.in_avals, self.traced.scalars is not None
         results: dict[int, list] = {}
         together: dict[int, Any] = {}

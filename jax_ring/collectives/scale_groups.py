@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 256  # elements of a scale group; a packet has their codes, and 4 bytes more for the scale
+GROUP = 256  # elements of a scale group; a packet has their codes, and 4 bytes more for the scale
 
 # Finite values have codes -126 to 126. The other codes:
 _LARGEST, _INFINITY, _NAN = 126, 127, -128
@@ -44,8 +44,8 @@ def encode(groups: jax.Array, key: jax.Array | None = None) -> jax.Array:
 
 def decode(packets: jax.Array) -> jax.Array:
     """Packets, int8[..., 260], as scale groups, float32[..., 256]."""
-    codes = packets[..., :BLOCK].astype(jnp.float32)
-    scale = lax.bitcast_convert_type(packets[..., BLOCK:], jnp.float32)[..., None]
+    codes = packets[..., :GROUP].astype(jnp.float32)
+    scale = lax.bitcast_convert_type(packets[..., GROUP:], jnp.float32)[..., None]
     special = jnp.where(codes == _NAN, jnp.nan, jnp.sign(codes) * jnp.inf)
     return jnp.where(jnp.abs(codes) > _LARGEST, special, codes * scale)
 

@@ -1,4 +1,4 @@
-"""The identity with another transpose, or none, and forward mode."""
+"""A primitive that returns its operands, and whose transpose its caller chooses: any function, or a refusal."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,10 +11,10 @@ from jax.interpreters import ad, batching, mlir
 
 
 def transposed_by(transpose: Callable, xs: Sequence, *, forward: Callable = list, axes: tuple = ()) -> list:
-    """Arrays of floats, unchanged; `jax.custom_vjp` would have no forward mode.
+    """Arrays of floats, unchanged, whose cotangents `transpose` computes; `jax.custom_vjp` would have no forward mode.
 
     Args:
-      transpose: (a list of the results' cotangents) -> those of `xs`.
+      transpose: (a list of the results' cotangents) -> the cotangents of `xs`.
       forward: (xs) -> the results, maybe of other types.
       axes: over which transpose communicates.
     """
