@@ -118,8 +118,8 @@ def _reduce_scatter(x: jax.Array, keys: tuple, axes: tuple, groups, num_ranks: i
     total = int8.fold(received)
     total_packets = int8.encode(total, keys[1])
     is_own = jnp.arange(num_ranks)[:, None, None] == rank
-    of_total = jnp.where(is_own, int8.rounding_error(total, total_packets), 0)
-    error = int8.rounding_error(scale_groups, packets) + of_total
+    error = int8.rounding_error(scale_groups, packets)
+    error += jnp.where(is_own, int8.rounding_error(total, total_packets), 0)
     return total_packets, error.reshape(-1)[: x.size]
 
 
