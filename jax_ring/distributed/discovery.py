@@ -65,7 +65,7 @@ class _Membership:
     """This process in one distributed runtime; construction publishes its host, without blocking."""
 
     def __init__(self, client: Any) -> None:
-        xla_timeouts.join(client)
+        xla_timeouts.join(client, exit_notice.departures)
         self.client = client  # tells a later runtime from this one
         process = _compat.distributed_process()
         self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}
@@ -110,13 +110,6 @@ def publish() -> _Membership | None:
         if _membership is not None and _has_plugins and runtime.cuda_kernels is not None:
             _membership.publish_gpus()
         return _membership
-
-
-def forget() -> None:
-    global _membership
-    with _lock:
-        _membership = None
-        exit_notice.forget()
 
 
 def _current_membership() -> _Membership:
