@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import threading
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
 PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a replacement has a new one
@@ -23,6 +23,8 @@ HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each hos
 MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
+# Begins a file with a commit: whether it is whole, its generation, and its number.
+KEPT_MARK = struct.Struct("<?xxxxxxxqq")
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
@@ -130,6 +132,16 @@ class Control:
             os.environ.update(member.variables())
         return member
 
+    def leave(self, reason: str) -> NoReturn:
+        """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings.
+
+        Raises RuntimeError if the launcher has ended.
+        """
+        with self._lock:
+            self._send({"do": "leave", "reason": reason})
+            while True:
+                self._receive()
+
     def change_pending(self) -> bool:
         """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""
         if self._lock.acquire(blocking=False):  # else another thread waits for a reply
@@ -201,6 +213,20 @@ class Control:
             self._change_pending = message["change_pending"]
             return None
         return message
+
+
+def write_mark(file: int, is_whole: bool, generation: int, number: int) -> None:
+    """Marks the file of a commit; one that is not whole is read by nobody."""
+    os.pwrite(file, KEPT_MARK.pack(is_whole, generation, number), 0)
+
+
+def read_mark(file: int) -> tuple[int, int] | None:
+    """The generation and the number of the commit in a file; None if none is whole."""
+    data = os.pread(file, KEPT_MARK.size, 0)
+    if len(data) < KEPT_MARK.size:
+        return None
+    is_whole, generation, number = KEPT_MARK.unpack(data)
+    return (generation, number) if is_whole else None
 
 
 def is_own_user(connection: socket.socket) -> bool:
