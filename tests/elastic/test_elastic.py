@@ -1,4 +1,4 @@
-"""Trainings that lose processes: the others go on, and the result has the bits of the undisturbed run."""
+"""Trainings that lose processes: new ones go on, and the result has the bits of the undisturbed run."""
 
 import json
 import pathlib
@@ -56,49 +56,50 @@ def entries(result):
 
 
 def recovery_seconds(result):
-    """From the fault to the last of the others that calls the training function again."""
+    """From the fault to the last of the new processes that calls the training function."""
     began = float(re.search(r"([\d.]+) fails", result.stdout)[1])
     return max(float(at) for at in re.findall(r"([\d.]+) enters at [1-9]\d* .* gen 1", result.stdout)) - began
 
 
 @pytest.mark.one_pair
-def test_rank_0_is_killed_and_another_process_joins(environment, undisturbed, record_property, tmp_path):
+def test_rank_0_is_killed_and_all_start_again(environment, undisturbed, record_property):
     began = time.monotonic()
-    # Where a survivor is slow, the other process could be there before both have left.
-    options = ["--wait-for", "3", "--formed", str(tmp_path / "formed")]
-    result = launched(environment, 3, {"0": [4, "SIGKILL"]}, *options, launcher_options=["--max-restarts", "1"])
+    result = launched(environment, 3, {"0": [4, "SIGKILL"]}, launcher_options=["--max-restarts", "1"])
     assert digests(result) == [(undisturbed, 3)] * 3, result.stdout
     assert result.returncode == 0, result.stdout
-    seen = entries(result)
-    assert seen[:3] == [(0, 3)] * 3, seen
-    # The two others, from the commit after step 3 or, if they both had made it, from the one after step 4.
-    assert seen[3:5] in ([(3, 2)] * 2, [(4, 2)] * 2), seen
-    assert {count for _, count in seen[-3:]} == {3}, seen
-    # Nothing is left of the old clients of the coordination service, whose threads would end the process with it.
-    assert len(set(re.findall(r"with (\d+) sockets", result.stdout))) == 1, result.stdout
+    # The commit after step 4 lacks process 0.
+    assert entries(result) == [(0, 3)] * 3 + [(3, 3)] * 3, result.stdout
     record_property("soak", f"{recovery_seconds(result):.2f} s from the kill, {time.monotonic() - began:.1f} s in all")
 
 
 @pytest.mark.full
+def test_without_restarts_those_that_remain_go_on(environment, undisturbed):
+    result = launched(environment, 3, {"0": [4, "SIGKILL"]})
+    assert digests(result) == [(undisturbed, 2)] * 2, result.stdout
+    assert result.returncode == 0, result.stdout
+    assert entries(result) == [(0, 3)] * 3 + [(3, 2)] * 2, result.stdout
+
+
+@pytest.mark.full
 def test_all_are_killed_at_once(environment, undisturbed):
-    """The launcher starts others, which go on from the commits that it has kept."""
     faults = {str(process): [4, "SIGKILL"] for process in range(3)}
-    options = ["--max-restarts", "3", "--backoff", "0.1"]
-    result = launched(environment, 3, faults, "--keep", "host", "--wait-for", "3", launcher_options=options)
+    result = launched(environment, 3, faults, launcher_options=["--max-restarts", "1"])
     assert digests(result) == [(undisturbed, 3)] * 3, result.stdout
-    # The commit after step 3, which all have made.
-    assert entries(result)[3][0] == 3, result.stdout
+    assert entries(result)[3:] == [(3, 3)] * 3, result.stdout
 
 
+# By the number of processes, faults by the launcher's numbers, which begin anew after those of a generation, and
+# how many may be there at the end.
 FAULTS = {
-    "the last is killed": (3, {"2": [4, "SIGKILL"]}, 2),
-    "one is stopped": (3, {"1": [4, "SIGSTOP"]}, 2),
-    "one raises an error": (3, {"1": [4, "raise"]}, 2),
-    "one hangs": (3, {"0": [4, "hang"]}, 2),
-    "one after the other": (3, {"0": [3, "SIGKILL"], "2": [6, "SIGKILL"]}, 1),
-    "two at once": (4, {"1": [6, "SIGKILL"], "2": [6, "SIGKILL"]}, 2),
-    # 5 processes do not divide 12 shards: 4 do, and one waits.
-    "a spare takes part": (6, {"0": [3, "SIGKILL"], "1": [6, "SIGKILL"]}, 4),
+    "the last is killed": (3, {"2": [4, "SIGKILL"]}, {2}),
+    "one is stopped": (3, {"1": [4, "SIGSTOP"]}, {2}),
+    "one raises an error": (3, {"1": [4, "raise"]}, {2}),
+    "one hangs": (3, {"0": [4, "hang"]}, {2}),
+    "one after the other": (3, {"0": [3, "SIGKILL"], "4": [6, "SIGKILL"]}, {1}),
+    # The launcher may end the second before it has killed itself.
+    "two at once": (4, {"1": [6, "SIGKILL"], "2": [6, "SIGKILL"]}, {2, 3}),
+    # 5 processes do not divide 12 shards: 4 do, and one is not used until another is lost.
+    "a spare takes part": (6, {"0": [3, "SIGKILL"], "7": [6, "SIGKILL"]}, {4}),
 }
 
 
@@ -111,24 +112,19 @@ def test_other_faults(environment, undisturbed, name, request):
     if name in ("one is stopped", "one hangs"):
         environment = environment | {"JAX_RING_TIMEOUT_S": str(DEADLINE)}
     result = launched(environment, processes, faults)
-    assert digests(result) == [(undisturbed, left)] * left, result.stdout
+    found = digests(result)
+    assert len(found) in left, result.stdout
+    assert found == [(undisturbed, len(found))] * len(found), result.stdout
+    assert result.stdout.count(" fails ") >= len(faults) - len(left) + 1, result.stdout
 
 
 @pytest.mark.full
-def test_all_are_killed_and_commits_are_on_disk(environment, undisturbed, tmp_path, request):
+def test_commits_on_disk_outlive_the_launcher(environment, undisturbed, tmp_path, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
     faults = {str(process): [6, "SIGKILL"] for process in range(2)}
-    options = ["--max-restarts", "2", "--backoff", "0.1"]
-    result = launched(environment, 2, faults, "--directory", str(tmp_path), "--wait-for", "2", launcher_options=options)
-    assert digests(result) == [(undisturbed, 2)] * 2, result.stdout
-    assert entries(result)[2][0] == 4
-
-
-@pytest.mark.full
-def test_dead_arrays_say_so(environment, request):
-    if not request.config.getoption("--soak"):
-        pytest.skip("takes long; --soak 1 runs it")
-    result = launched(environment, 2, {"1": [4, "SIGKILL"]}, "--use-dead-array")
-    assert "Array has been deleted" in result.stdout, result.stdout
-    assert "this is generation 1 of the job" in result.stdout, result.stdout
+    first = launched(environment, 2, faults, "--directory", str(tmp_path))
+    assert digests(first) == [], first.stdout
+    second = launched(environment, 3, {}, "--directory", str(tmp_path))
+    assert digests(second) == [(undisturbed, 3)] * 3, second.stdout
+    assert entries(second) == [(4, 3)] * 3, second.stdout
