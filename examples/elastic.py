@@ -64,7 +64,6 @@ def train(state, data, epochs, kill):
         if jax.process_index() == 0:
             print(text, flush=True)
 
-    # Here the number of devices is known.
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     train_step = make_train_step(mesh)
     params, opt_state = to_devices(mesh, P(), (state.params, state.opt_state))
