@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import ring_all_gather, ring_pmax
-from jax_ring.launcher.protocol import HOSTS_VARIABLE, RESTART_VARIABLE, Control
+from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE, Control
 
 _AXIS = "processes"
 # Bytes of a process in one call. For a moment each process holds this much of every other process too.
@@ -59,7 +59,7 @@ class Generation:
     """The members of a job between two changes. control: the connection to the launcher; None without one."""
 
     def __init__(self, control: Control | None) -> None:
-        self.number = int(os.environ.get(RESTART_VARIABLE, "0"))
+        self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
         firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
         self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)

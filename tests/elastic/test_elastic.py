@@ -122,7 +122,7 @@ def test_other_faults(environment, undisturbed, name, request):
 def test_commits_on_disk_outlive_the_launcher(environment, undisturbed, tmp_path, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
-    faults = {str(process): [6, "SIGKILL"] for process in range(2)}
+    faults = {str(process): [6, "SIGKILL"] for process in range(3)}  # the two, and the one that goes on
     first = launched(environment, 2, faults, "--directory", str(tmp_path))
     assert digests(first) == [], first.stdout
     second = launched(environment, 3, {}, "--directory", str(tmp_path))
