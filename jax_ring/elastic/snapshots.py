@@ -1,6 +1,7 @@
 """A commit as one process has it, and its header: JSON that says what its arrays are, checked before it is believed."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ UNDIVIDED = -1
 _DTYPES = {
     str(each.dtype): each.dtype for each in vars(jnp).values() if isinstance(getattr(each, "dtype", 0), np.dtype)
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # numpy takes long to name one
 _OF_ARRAYS = ("path", "dtype", "shape", "boxes", "key", "weak")
 _MAX_BITS = 8192  # of an integer; Python refuses texts of much longer ones
 _MAX_DIMENSIONS = 32
@@ -50,7 +52,7 @@ class Leaf:
         if self.dtype is None:
             return {"path": self.path, "value": self.value}
         more = {name: value for name in _OF_ARRAYS[3:] if (value := getattr(self, name))}
-        return {"path": self.path, "dtype": str(self.dtype), "shape": self.shape, **more}
+        return {"path": self.path, "dtype": _NAMES[self.dtype], "shape": self.shape, **more}
 
     @classmethod
     def of_json(cls, found: Any, num_processes: int) -> "Leaf":
@@ -93,7 +95,8 @@ class Snapshot:
         leaves: list[Leaf] = []
         undivided: list[Any] = []
         own: list[Any] = []
-        for path, leaf in zip(path_texts(dict(trees)), jax.tree.leaves(dict(trees)), strict=True):
+        of_trees, structure = jax.tree.flatten(dict(trees))
+        for path, leaf in zip(_paths(structure), of_trees, strict=True):
             described, arrays = _described(path, leaf, process, num_processes)
             leaves.append(described)
             (undivided if described.boxes is None else own).extend(arrays)
@@ -154,13 +157,17 @@ class Snapshot:
                 arrays.append(data[begin:end].view(dtype).reshape(shape))
                 begin = end
 
+    def types(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
+        """The path, dtype and shape of each leaf."""
+        return [(leaf.path, None if leaf.dtype is None else _NAMES[leaf.dtype], leaf.shape) for leaf in self.leaves]
+
     def is_alike(self, other: "Snapshot") -> bool:
         """Whether the leaves differ in nothing but values that are no arrays."""
         ours, theirs = ([dataclasses.replace(leaf, value=None) for leaf in each.leaves] for each in (self, other))
         return ours == theirs
 
     def undivided(self) -> "Snapshot":
-        """The same with no leaf divided; all sections must be here."""
+        """A snapshot with no leaf divided; all sections must be here."""
         arrays = [array for array in self._whole() if array is not None]
         return Snapshot([dataclasses.replace(leaf, boxes=None) for leaf in self.leaves], 1, {UNDIVIDED: arrays})
 
@@ -174,7 +181,7 @@ class Snapshot:
 
     def paths_not_in_both(self, values: Mapping[str, Any]) -> str:
         """Which leaves a state and this snapshot do not both have; empty if they have the same ones."""
-        ours, theirs = [leaf.path for leaf in self.leaves], path_texts(dict(values))
+        ours, theirs = [leaf.path for leaf in self.leaves], _paths(jax.tree.structure(dict(values)))
         if ours == theirs:
             return ""
         return ", ".join(sorted(set(ours) ^ set(theirs))[:6]) or "the same, in another order"
@@ -199,15 +206,21 @@ class Snapshot:
                 yield whole
 
 
+@functools.lru_cache(maxsize=4)
+def _paths(structure: Any) -> list[str]:
+    return path_texts(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
 def _described(path: str, leaf: Any, process: int, num_processes: int) -> tuple[Leaf, list[Any]]:
     """A leaf of a state, and what this process has of it."""
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    is_known = is_array and leaf.dtype in _NAMES
     key = None
-    if is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    if is_array and not is_known and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf, is_known = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf), True
     if not is_array and _is_value(leaf):
         return Leaf(path, leaf), []
-    if not is_array or str(leaf.dtype) not in _DTYPES:
+    if not is_known:
         kind = f"{type(leaf).__name__} of {leaf.dtype}" if is_array else type(leaf).__name__
         raise TypeError(
             f"State: the leaf at {path}, a {kind}, cannot be kept: leaves are arrays of JAX's types, random keys, and "
