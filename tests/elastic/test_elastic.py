@@ -1,8 +1,11 @@
 """Trainings that lose processes: new ones go on, and the result has the bits of the undisturbed run."""
 
+import contextlib
 import json
+import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -32,8 +35,6 @@ def launched(environment, processes, faults, *options, launcher_options=()):
 
 @pytest.fixture(scope="module")
 def environment():
-    import os
-
     return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
 
@@ -128,3 +129,87 @@ def test_commits_on_disk_outlive_the_launcher(environment, undisturbed, tmp_path
     second = launched(environment, 3, {}, "--directory", str(tmp_path))
     assert digests(second) == [(undisturbed, 3)] * 3, second.stdout
     assert entries(second) == [(4, 3)] * 3, second.stdout
+
+
+# ---- Several hosts, which are launchers on one host here -------------------------------------------------------------
+
+
+class Hosts:
+    """Launchers of two processes each, with a port for each to listen at. The files have what they print."""
+
+    def __init__(self, environment, folder, ports, *options):
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        self._command = [sys.executable, "-P", "-m", "jax_ring.launch", "-n", "2", "--coordinator", addresses, *options]
+        self._environment, self._folder, self.launchers = environment, folder, []
+
+    def start(self, name, *arguments, launcher_options=()):
+        with open(self._folder / name, "w") as output:
+            command = [*self._command, *launcher_options, str(TRAINING), *arguments]
+            environment = self._environment | {"JAX_RING_HOST_ID": name}
+            self.launchers.append(subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            ))  # fmt: skip
+        return self.launchers[-1]
+
+    def output(self, name):
+        return (self._folder / name).read_text()
+
+    def await_line(self, name, text):
+        until = time.monotonic() + TIME_LIMIT
+        while text not in self.output(name):
+            assert time.monotonic() < until, self.output(name)
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def hosts(environment, tmp_path):
+    """Makes hosts, with a number of addresses and options of their launchers."""
+    with contextlib.ExitStack() as stack:
+        made = []
+
+        def make(count, *options):
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for each in sockets:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launchers'
+                each.bind(("127.0.0.1", 0))
+            made.append(Hosts(environment, tmp_path, [each.getsockname()[1] for each in sockets], *options))
+            return made[-1]
+
+        yield make
+        for launcher in [launcher for each in made for launcher in each.launchers]:
+            launcher.kill()
+            launcher.wait()
+
+
+@pytest.mark.full
+def test_a_process_of_another_host_is_killed(hosts, undisturbed, request):
+    if not request.config.getoption("--soak"):
+        pytest.skip("takes long; --soak 1 runs it")
+    both = hosts(1, "--nnodes", "2", "--max-restarts", "1")
+    for name, faults in (("0", {}), ("1", {"1": [4, "SIGKILL"]})):
+        both.start(name, str(STEPS), json.dumps(faults), launcher_options=["--node-rank", name])
+    assert [each.wait(TIME_LIMIT) for each in both.launchers] == [0, 0], both.output("0")
+    for name in "01":
+        assert both.output(name).count(f"digest {undisturbed} of 4") == 2, both.output(name)
+        assert both.output(name).count("enters at 3 of 4") == 2, both.output(name)
+
+
+@pytest.mark.full
+def test_a_host_is_lost_and_another_comes(hosts, environment, request):
+    """Its parts of what is divided are on the other; the one that comes gets all of the state."""
+    if not request.config.getoption("--soak"):
+        pytest.skip("takes long; --soak 1 runs it")
+    steps = 30
+    alone = run_training(environment, "-P", str(TRAINING), str(steps), "{}")
+    both = hosts(2, "--nnodes", "1:2", "--join-timeout", "20")
+    arguments = [str(steps), "{}", "--pause", "0.3", "--wait-for", "4"]
+    first, second = (both.start(name, *arguments) for name in ("first", "second"))
+    both.await_line("first", "has made step 1 ")
+    time.sleep(1)
+    second.kill()
+    both.await_line("first", " of 2 gen 1")
+    third = both.start("third", *arguments)
+    assert (first.wait(TIME_LIMIT), third.wait(TIME_LIMIT)) == (0, 0), both.output("first") + both.output("third")
+    for name in ("first", "third"):
+        assert both.output(name).count(f"digest {digests(alone)[0][0]} of 4") == 2, both.output(name)
+    assert not re.search(r"enters at 0 of \d gen [1-9]", both.output("first"))
