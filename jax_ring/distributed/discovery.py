@@ -112,13 +112,6 @@ def publish() -> _Membership | None:
         return _membership
 
 
-def forget() -> None:
-    global _membership
-    with _lock:
-        _membership = None
-        exit_notice.forget()
-
-
 def _current_membership() -> _Membership:
     _compat.distributed_client()  # raises an error with advice if there is no runtime
     membership = publish()

@@ -1,10 +1,11 @@
 """A generation as its members see it: who they are, on which hosts, and how they exchange bytes."""
 
+import functools
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, runtime
-from jax_ring.collectives import ring_all_gather, ring_broadcast, ring_pmax
-from jax_ring.launcher.protocol import HOSTS_VARIABLE, RESTART_VARIABLE, Control
+from jax_ring.collectives import ring_all_gather, ring_pmax
+from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE, Control
 
 _AXIS = "processes"
 # Bytes of a process in one call. For a moment each process holds this much of every other process too.
@@ -58,33 +59,25 @@ class Generation:
     """The members of a job between two changes. control: the connection to the launcher; None without one."""
 
     def __init__(self, control: Control | None) -> None:
-        self.number = int(os.environ.get(RESTART_VARIABLE, "0"))
+        self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
         firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
         self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)
         self._control = control
-        self._exchange: Exchange | None = None
         self._posts = itertools.count()
 
     @property
     def is_first_of_host(self) -> bool:
         return self.hosts.first_beside(self.process) == self.process
 
-    @property
+    @functools.cached_property
     def exchange(self) -> "Exchange":
         """Exchanges bytes; its first use starts the backend, which waits for all processes."""
-        if self._exchange is None:
-            self._exchange = Exchange()
-        return self._exchange
+        return Exchange()
 
     def change_pending(self) -> bool:
         """Whether the launcher wants members to leave at their next commit."""
         return self._control is not None and self._control.change_pending()
-
-    def leave(self, reason: str) -> NoReturn:
-        """Waits for the end of this process, which the launcher brings about."""
-        assert self._control is not None
-        self._control.leave(reason)
 
     def post(self, own: Any) -> list[Any]:
         """Each process's post, by process: values for JSON. Waits for all, without a backend.
@@ -133,15 +126,28 @@ class Exchange:
             first.setdefault(device.process_index, device)
         self._own = first[self.process]
         self._mesh = Mesh([first[process] for process in range(self.num_processes)], (_AXIS,))
-        self._programs: dict = {}
+        # No vma check: the result of the gather is the same everywhere, but its type does not say so.
+        self._programs: dict[Callable, Callable] = {
+            each: jax.jit(jax.shard_map(each, mesh=self._mesh, in_specs=P(_AXIS), out_specs=P(), check_vma=False))
+            for each in (_most, _gather)
+        }
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each of these 32-bit numbers over the processes."""
+        return self._run(_most, np.asarray([numbers], np.int32))[0].tolist()
 
-        def elastic_most(x):
-            return ring_pmax(x, _AXIS)
+    def broadcast(self, own: np.ndarray | None, size: int, *, is_wanted: bool) -> np.ndarray | None:
+        """The bytes of the one process that has them, where they are wanted.
 
-        return self._run(elastic_most, np.asarray([numbers], np.int32))[0].tolist()
+        own: these bytes, uint8, in that process; None elsewhere. size: how many they are.
+        """
+        result = np.empty(size, np.uint8) if is_wanted else None
+        chunk = _chunk_of(size)
+        for start in range(0, size, chunk):
+            received = self._run(_most, _padded(own, start, chunk))[0]  # others have zeros
+            if result is not None:
+                result[start : start + chunk] = received[: size - start]
+        return result
 
     def gather(self, own: np.ndarray, sizes: Sequence[int], wanted: Sequence[int]) -> dict[int, np.ndarray]:
         """The bytes of some of the processes, which may differ between processes.
@@ -149,56 +155,39 @@ class Exchange:
         own: the bytes of this process, uint8. sizes: how many each process has.
         """
         assert len(own) == sizes[self.process]
-
-        def elastic_gather(x):
-            return ring_all_gather(x, _AXIS, tiled=True)
-
         results = {process: np.empty(sizes[process], np.uint8) for process in wanted}
         chunk = _chunk_of(max(sizes))
         for start in range(0, max(sizes), chunk):
-            gathered = self._run(elastic_gather, _padded(own[start : start + chunk], chunk))
+            gathered = self._run(_gather, _padded(own, start, chunk))
             for process, result in results.items():
                 part = result[start : start + chunk]
                 part[:] = gathered[process, : len(part)]
         return results
 
-    def broadcast(self, own: np.ndarray | None, size: int, root: int, *, is_wanted: bool) -> np.ndarray | None:
-        """The bytes of process `root`, where they are wanted.
-
-        own: these bytes, uint8, in that process.
-        """
-
-        def elastic_broadcast(x):
-            return ring_broadcast(x, _AXIS, root=root)
-
-        result = np.empty(size, np.uint8) if is_wanted else None
-        chunk = _chunk_of(size)
-        for start in range(0, size, chunk):
-            sent = own[start : start + chunk] if own is not None else np.empty(0, np.uint8)
-            received = self._run(elastic_broadcast, _padded(sent, chunk), root)[0]
-            if result is not None:
-                part = result[start : start + chunk]
-                part[:] = received[: len(part)]
-        return result
-
-    def _run(self, function, own: np.ndarray, *key) -> np.ndarray:
+    def _run(self, function: Callable[[jax.Array], jax.Array], own: np.ndarray) -> np.ndarray:
         """This process's result of a function of one row per process."""
-        key = (function.__name__, own.shape, *key)
-        if key not in self._programs:
-            # No vma check: the result of the gather is the same everywhere, but its type does not say so.
-            mapped = jax.shard_map(function, mesh=self._mesh, in_specs=P(_AXIS), out_specs=P(), check_vma=False)
-            self._programs[key] = jax.jit(mapped)
-        shape = (self.num_processes, *own.shape[1:])
-        own_array = jax.device_put(own, self._own)
-        rows = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_AXIS)), [own_array])
-        return np.asarray(self._programs[key](rows).addressable_data(0))
+        rows = jax.make_array_from_single_device_arrays(
+            (self.num_processes, own.shape[1]), NamedSharding(self._mesh, P(_AXIS)), [jax.device_put(own, self._own)]
+        )
+        return np.asarray(self._programs[function](rows).addressable_data(0))
+
+
+def _most(x: jax.Array) -> jax.Array:
+    return ring_pmax(x, _AXIS)
+
+
+def _gather(x: jax.Array) -> jax.Array:
+    return ring_all_gather(x, _AXIS, tiled=True)
 
 
 def _chunk_of(size: int) -> int:
     return min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << max(0, size - 1).bit_length()))
 
 
-def _padded(x: np.ndarray, size: int) -> np.ndarray:
+def _padded(x: np.ndarray | None, start: int, size: int) -> np.ndarray:
+    """One row of so many bytes from the start on, and zeros."""
     row = np.zeros((1, size), np.uint8)
-    row[0, : len(x)] = x
+    if x is not None:
+        part = x[start : start + size]
+        row[0, : len(part)] = part
     return row

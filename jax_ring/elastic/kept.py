@@ -110,18 +110,15 @@ class KeptCommits:
             if _commit_of(file) != commit:
                 continue
             with _opened(file, "rb") as stream:
-                size = os.fstat(file).st_size
+                room = os.fstat(file).st_size - _BEGIN
                 stream.seek(protocol.KEPT_MARK.size)
                 length = int.from_bytes(stream.read(_LENGTH.size), "little", signed=True)
-                if not 0 < length <= size - _BEGIN:
-                    raise RuntimeError(
-                        f"jax_ring.elastic: {_name(commit)} is damaged: {length} bytes of header, in a file of {size}"
-                    )
-                snapshot, sections = Snapshot.of_header(stream.read(length), _name(commit))
-            lacking = _BEGIN + length + sum(map(snapshot.num_bytes, sections)) - size
-            if lacking or (entries and not snapshot.is_alike(entries[0].snapshot)):
-                why = f"it ends {lacking} bytes too early" if lacking else "the processes have written different leaves"
-                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} is damaged: {why}")
+                header = stream.read(length) if 0 < length <= room else b""
+            snapshot, sections = Snapshot.of_header(header, _name(commit))
+            if (lacking := length + sum(map(snapshot.num_bytes, sections)) - room) != 0:
+                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} is damaged: it lacks {lacking} bytes")
+            if entries and not snapshot.is_alike(entries[0].snapshot):
+                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} has different leaves in different processes")
             entries.append(_Entry(snapshot, sections, file, _BEGIN + length))
         return entries
 

@@ -60,15 +60,16 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                     f"elastic.run: {train.__name__} takes a jax_ring.elastic.State as its first argument, got "
                     f"{type(state).__name__}"
                 )
-            generation = Generation(_enlisted(min_processes, num_shards))
+            control = _enlisted(min_processes, num_shards)
             try:
-                state._enter(generation)
+                state._enter(Generation(control))
                 return train(state, *args, **kwargs)
             except Leave as error:
                 reason = str(error)
             finally:
                 state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
-            generation.leave(reason)
+            assert control is not None
+            control.leave(reason)
 
         return elastic_train
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import CommitId, KeptCommits
-from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot, check, check_sections, is_count
+from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
 
 
 class Stores(NamedTuple):
@@ -31,14 +31,12 @@ def restore(generation: Generation, values: Mapping[str, Any], stores: Stores) -
     kept, checkpoints = stores
     process, count = generation.process, generation.num_processes
     commits = kept.commits() if kept is not None and generation.is_first_of_host else {}
-    on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
+    newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    posted = generation.post([on_disk, [[commit, *what] for commit, what in commits.items()]])
-    try:
-        on_disk = max(_number_on_disk(each) for each in posted)
-        of_hosts = [_commits_of(each) for each in posted]  # what processes post that are the first of their hosts
-    except ValueError as error:
-        raise RuntimeError(f"jax_ring.elastic: a process has posted no commits: {error}") from error
+    posted = generation.post(
+        [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
+    )
+    on_disk, of_hosts = _read(posted)  # by host, at its first process
     of_process = [of_hosts[generation.hosts.first_beside(p)] for p in range(count)]
     newest = max((commit.number for each in of_hosts for commit in each), default=0)
     commit, have = _newest_whole(of_process)
@@ -73,12 +71,26 @@ def restore(generation: Generation, values: Mapping[str, Any], stores: Stores) -
     return number, _with_parts(generation, snapshot, have).undivided()
 
 
-def _newest_whole(of_process: Sequence[Mapping[CommitId, tuple[int, set[int]]]]) -> tuple[CommitId | None, list]:
+def _read(posted: Sequence[Any]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
+    """The newest number on disk, and by process what is there of each commit: the number of parts, and sections."""
+    try:
+        if {type(number) for rows in posted for row in rows for number in row} <= {int}:
+            found = [{CommitId(*row[:2]): (row[2], {*row[3:]}) for row in rows} for _, *rows in posted]
+            return max(first for (first,), *_ in posted), found
+    except (TypeError, ValueError, IndexError):
+        pass
+    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posted!r:.300}")
+
+
+def _newest_whole(
+    of_process: Sequence[Mapping[CommitId, tuple[int, set[int]]]],
+) -> tuple[CommitId | None, list[set[int]]]:
     """The newest commit of which all sections are somewhere, and by process those that are in reach."""
     for commit in sorted({commit for each in of_process for commit in each}, reverse=True):
-        whats = [each.get(commit, (0, set())) for each in of_process]
-        num_parts, have = max(parts for parts, _ in whats), [sections for _, sections in whats]
-        if set().union(*have) == {*range(UNDIVIDED, num_parts)}:
+        there = [each.get(commit, (0, set[int]())) for each in of_process]
+        have = [sections for _, sections in there]
+        union, last = set[int]().union(*have), max(parts for parts, _ in there) - 1
+        if (min(union), max(union), len(union)) == (UNDIVIDED, last, last - UNDIVIDED + 1):
             return commit, have
     return None, []
 
@@ -106,7 +118,7 @@ def _with_undivided(generation: Generation, snapshot: Snapshot | None, have: Seq
         snapshot = received
     assert snapshot is not None
     own = snapshot.packed([UNDIVIDED]) if generation.process == root else None
-    data = generation.exchange.broadcast(own, snapshot.num_bytes(UNDIVIDED), root, is_wanted=lacks)
+    data = generation.exchange.broadcast(own, snapshot.num_bytes(UNDIVIDED), is_wanted=lacks)
     if data is not None:
         snapshot.unpack([UNDIVIDED], data)
     return snapshot
@@ -127,23 +139,3 @@ def _with_parts(generation: Generation, snapshot: Snapshot, have: Sequence[set[i
     for process, data in received.items():
         snapshot.unpack(gives[process], data)
     return snapshot
-
-
-# ---- What processes post ---------------------------------------------------------------------------------------------
-
-
-def _number_on_disk(posted: Any) -> int:
-    check(type(posted) is list and len(posted) == 2 and is_count(posted[0]), f"{posted!r:.80}")
-    return posted[0]
-
-
-def _commits_of(posted: Any) -> dict[CommitId, tuple[int, set[int]]]:
-    found = {}
-    check(type(posted[1]) is list, f"{posted!r:.80}")
-    for each in posted[1]:
-        check(type(each) is list and len(each) == 3 and is_count(each[1]), f"{each!r:.80}")
-        commit, num_parts, sections = each
-        check(type(commit) is list and len(commit) == 2 and all(map(is_count, commit)), f"{commit!r:.80}")
-        check_sections(sections, num_parts)
-        found[CommitId(*commit)] = num_parts, set(sections)
-    return found

@@ -1,6 +1,7 @@
 """A commit as one process has it, and its header: JSON that says what its arrays are, checked before it is believed."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -21,6 +22,8 @@ UNDIVIDED = -1
 _DTYPES = {
     str(each.dtype): each.dtype for each in vars(jnp).values() if isinstance(getattr(each, "dtype", 0), np.dtype)
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # numpy takes long to name one
+_OF_ARRAYS = ("path", "dtype", "shape", "boxes", "key", "weak")
 _MAX_BITS = 8192  # of an integer; Python refuses texts of much longer ones
 _MAX_DIMENSIONS = 32
 _MAX_PROCESSES = 1 << 20
@@ -48,33 +51,28 @@ class Leaf:
     def to_json(self) -> dict[str, Any]:
         if self.dtype is None:
             return {"path": self.path, "value": self.value}
-        more = {name: value for name in ("boxes", "key", "weak") if (value := getattr(self, name))}
-        return {"path": self.path, "dtype": str(self.dtype), "shape": self.shape, **more}
+        more = {name: value for name in _OF_ARRAYS[3:] if (value := getattr(self, name))}
+        return {"path": self.path, "dtype": _NAMES[self.dtype], "shape": self.shape, **more}
 
     @classmethod
     def of_json(cls, found: Any, num_processes: int) -> "Leaf":
         """Raises ValueError if it is none of that many processes."""
-        check(type(found) is dict and type(found.get("path")) is str, f"{found!r:.80} is no leaf")
-        path = found["path"]
+        _check(type(found) is dict and type(found.get("path")) is str, f"{found!r:.80} is no leaf")
         if "value" in found:
-            check(set(found) == {"path", "value"} and _is_value(found["value"]), f"{path} is no value")
-            return cls(path, found["value"])
-        extra = set(found) - {"path", "dtype", "shape", "boxes", "key", "weak"}
-        check(not extra, f"{path} has {sorted(extra)!r:.80}")
-        name, shape, boxes, key, weak = map(found.get, ("dtype", "shape", "boxes", "key", "weak"))
-        check(type(name) is str and name in _DTYPES, f"{path} has the dtype {name!r:.80}")
-        is_shape = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(map(is_count, shape))
-        check(is_shape, f"{path} has the shape {shape!r:.80}")
-        check(key is None or type(key) is str, f"{path} has keys of {key!r:.80}")
-        check(weak in (None, True), f"{path} has the weak type {weak!r:.80}")
+            _check(len(found) == 2 and _is_value(found["value"]), f"{found!r:.200} is no value")
+            return cls(**found)
+        path, name, shape, boxes, key, weak = map(found.get, _OF_ARRAYS)
+        is_shape = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))
+        is_known = type(name) is str and name in _DTYPES and (key is None or type(key) is str) and weak in (None, True)
+        _check(set(found) <= {*_OF_ARRAYS} and is_shape and is_known, f"{found!r:.200} is no array")
         if boxes is not None:
-            check(type(boxes) is list and len(boxes) == num_processes, f"{path} is not of {num_processes} processes")
-            boxes = tuple(tuple(_box(box, shape, path) for box in _list(each, path)) for each in boxes)
+            _check(type(boxes) is list and len(boxes) == num_processes, f"{path} is not of {num_processes} processes")
+            boxes = tuple(tuple(_box(box, shape, path) for box in each) for each in boxes)
         leaf = cls(path, None, _DTYPES[name], tuple(shape), boxes, key, bool(weak))
-        check(_size(leaf.shape, 1) * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
+        _check(_size(leaf.shape, 1) * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
         if boxes is not None:
             size = sum(_size(shape) for process in range(num_processes) for shape in leaf.shapes(process))
-            check(size == _size(leaf.shape), f"the parts of {path} have {size} of {_size(leaf.shape)} elements")
+            _check(size == _size(leaf.shape), f"the parts of {path} have {size} of {_size(leaf.shape)} elements")
         if key is not None:
             bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
@@ -97,7 +95,8 @@ class Snapshot:
         leaves: list[Leaf] = []
         undivided: list[Any] = []
         own: list[Any] = []
-        for path, leaf in zip(path_texts(dict(trees)), jax.tree.leaves(dict(trees)), strict=True):
+        of_trees, structure = jax.tree.flatten(dict(trees))
+        for path, leaf in zip(_paths(structure), of_trees, strict=True):
             described, arrays = _described(path, leaf, process, num_processes)
             leaves.append(described)
             (undivided if described.boxes is None else own).extend(arrays)
@@ -112,14 +111,15 @@ class Snapshot:
         """
         try:
             found = json.loads(header)
-            check(type(found) is dict and set(found) == {"processes", "sections", "leaves"}, "it is no header")
+            _check(type(found) is dict and set(found) == {"processes", "sections", "leaves"}, "it is no header")
             count, sections = found["processes"], found["sections"]
-            check(is_count(count) and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
-            leaves = [Leaf.of_json(each, count) for each in _list(found["leaves"], "it")]
+            _check(_is_count(count) and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
+            leaves = [Leaf.of_json(each, count) for each in found["leaves"]]
             snapshot = cls(leaves, count, {})
-            check_sections(sections, snapshot.num_parts)
+            known = [each for each in sections if type(each) is int and UNDIVIDED <= each < snapshot.num_parts]
+            _check(known == sections and len({*known}) == len(known), f"its sections are {sections!r:.80}")
             sizes = sum(map(snapshot.num_bytes, (UNDIVIDED, *range(snapshot.num_parts))))
-            check(sizes <= _memory(), f"its {sizes} bytes are more than this host's memory")
+            _check(sizes <= _memory(), f"its {sizes} bytes are more than this host's memory")
         except (ValueError, TypeError, RecursionError) as error:  # JAX's as well
             raise RuntimeError(
                 f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {error}"
@@ -157,13 +157,17 @@ class Snapshot:
                 arrays.append(data[begin:end].view(dtype).reshape(shape))
                 begin = end
 
+    def types(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
+        """The path, dtype and shape of each leaf."""
+        return [(leaf.path, None if leaf.dtype is None else _NAMES[leaf.dtype], leaf.shape) for leaf in self.leaves]
+
     def is_alike(self, other: "Snapshot") -> bool:
         """Whether the leaves differ in nothing but values that are no arrays."""
         ours, theirs = ([dataclasses.replace(leaf, value=None) for leaf in each.leaves] for each in (self, other))
         return ours == theirs
 
     def undivided(self) -> "Snapshot":
-        """The same with no leaf divided; all sections must be here."""
+        """A snapshot with no leaf divided; all sections must be here."""
         arrays = [array for array in self._whole() if array is not None]
         return Snapshot([dataclasses.replace(leaf, boxes=None) for leaf in self.leaves], 1, {UNDIVIDED: arrays})
 
@@ -177,7 +181,7 @@ class Snapshot:
 
     def paths_not_in_both(self, values: Mapping[str, Any]) -> str:
         """Which leaves a state and this snapshot do not both have; empty if they have the same ones."""
-        ours, theirs = [leaf.path for leaf in self.leaves], path_texts(dict(values))
+        ours, theirs = [leaf.path for leaf in self.leaves], _paths(jax.tree.structure(dict(values)))
         if ours == theirs:
             return ""
         return ", ".join(sorted(set(ours) ^ set(theirs))[:6]) or "the same, in another order"
@@ -202,15 +206,21 @@ class Snapshot:
                 yield whole
 
 
+@functools.lru_cache(maxsize=4)
+def _paths(structure: Any) -> list[str]:
+    return path_texts(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
 def _described(path: str, leaf: Any, process: int, num_processes: int) -> tuple[Leaf, list[Any]]:
     """A leaf of a state, and what this process has of it."""
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    is_known = is_array and leaf.dtype in _NAMES
     key = None
-    if is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    if is_array and not is_known and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf, is_known = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf), True
     if not is_array and _is_value(leaf):
         return Leaf(path, leaf), []
-    if not is_array or str(leaf.dtype) not in _DTYPES:
+    if not is_known:
         kind = f"{type(leaf).__name__} of {leaf.dtype}" if is_array else type(leaf).__name__
         raise TypeError(
             f"State: the leaf at {path}, a {kind}, cannot be kept: leaves are arrays of JAX's types, random keys, and "
@@ -254,20 +264,14 @@ def _for_user(leaf: Leaf, array: np.ndarray | None) -> Any:
 # ---- What is checked -------------------------------------------------------------------------------------------------
 
 
-def check(condition: bool, text: str) -> None:
+def _check(condition: bool, text: str) -> None:
     """Raises ValueError unless a condition holds of what another process has sent or written."""
     if not condition:
         raise ValueError(text)
 
 
-def is_count(x: Any) -> bool:
+def _is_count(x: Any) -> bool:
     return type(x) is int and x >= 0
-
-
-def check_sections(sections: Any, num_parts: int) -> None:
-    """Raises ValueError unless these are sections of a snapshot with so many parts, each once."""
-    known = type(sections) is list and all(type(each) is int and UNDIVIDED <= each < num_parts for each in sections)
-    check(known and len({*sections}) == len(sections), f"its sections are {sections!r:.80}")
 
 
 def _is_value(x: Any) -> bool:
@@ -275,15 +279,10 @@ def _is_value(x: Any) -> bool:
     return type(x) in (bool, float, str) or (type(x) is int and x.bit_length() <= _MAX_BITS)
 
 
-def _list(x: Any, path: str) -> list:
-    check(type(x) is list, f"{path} has {x!r:.80} for a list")
-    return x
-
-
 def _box(box: Any, shape: Sequence[int], path: str) -> Box:
     pairs = [each for each in box if type(each) is list and len(each) == 2] if type(box) is list else []
-    check(len(pairs) == len(shape) == len(box) and all(
-        is_count(start) and is_count(stop) and start <= stop <= size
+    _check(len(pairs) == len(shape) == len(box) and all(
+        _is_count(start) and _is_count(stop) and start <= stop <= size
         for (start, stop), size in zip(pairs, shape, strict=True)
     ), f"a part of {path}, of the shape {shape}, is at {box!r:.80}")  # fmt: skip
     return tuple((start, stop) for start, stop in pairs)

@@ -124,13 +124,13 @@ def _agreed(generation: Generation, number: int, snapshot: Snapshot) -> bool:
     pending = generation.change_pending()
     if generation.num_processes == 1:
         return pending
-    described = [(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in snapshot.leaves]
-    digest = zlib.crc32(repr((number, described)).encode()) >> 1  # 31 bits
+    types = snapshot.types()
+    digest = zlib.crc32(repr((number, types)).encode()) >> 1  # 31 bits
     any_pending, most, least = generation.exchange.most([pending, digest, -digest])
     if most != -least:
         raise RuntimeError(
             f"State.commit: the processes commit different states. This one, process {generation.process}, makes "
-            f"commit {number} of {len(described)} leaves, of the shapes {[shape for _, shape, _ in described][:8]}. "
+            f"commit {number} of {len(types)} leaves, of the shapes {[shape for *_, shape in types][:8]}. "
             "All must commit equally often, and leaves of equal shapes."
         )
     return bool(any_pending)
