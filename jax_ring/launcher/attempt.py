@@ -63,7 +63,10 @@ class Attempt:
             self._log(f"the processes are no longer watched: {error!r}")
 
     def _start(self, slot: int, rank: int) -> None:
-        shared, number, page = self._shared, next(self._shared.numbers), Page.new(0)
+        shared, number = self._shared, next(self._shared.numbers)
+        if where := shared.logs.claim(self._plan.job):
+            self._log(where)
+        page = Page.new(0)
         own = {
             protocol.CONTROL_VARIABLE: shared.server.name,
             protocol.PROCESS_VARIABLE: str(number),
