@@ -7,7 +7,6 @@ import math
 import pathlib
 import re
 import types
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -617,6 +616,11 @@ def place_of(equation: jax.extend.core.JaxprEqn) -> tuple:
     return equation.ctx, equation.source_info.traceback, equation.source_info.name_stack
 
 
+def has_backends() -> bool:
+    """Whether JAX has started."""
+    return bool(_xla_bridge._backends)
+
+
 def is_distributed() -> bool:
     return _distributed.global_state.client is not None
 
@@ -804,55 +808,3 @@ def lowered_alone(eqn: jax.extend.core.JaxprEqn, axis_context: SPMDAxisContext, 
             core.ClosedJaxpr(jaxpr, ()), name="alone", platforms=(platform,), backend=None, axis_context=axis_context
         )
     return _to_xla(_mlir.module_to_bytecode(module), use_tuple_args=False)
-
-
-# ---- A process that changes its distributed runtime, for jax_ring.elastic --------------------------------------------
-
-
-def connect_to_runtime(address: str, num_processes: int, process_id: int, timeout_s: float) -> None:
-    """`jax.distributed.initialize` for a process that does not host the coordination service.
-
-    Blocks until all have connected; the runtime ends the process if they do not in time.
-    """
-    state = _distributed.global_state
-    client = _distributed._jax.get_distributed_runtime_client(
-        address,
-        process_id,
-        init_timeout=max(1, round(timeout_s)),
-        use_compression=True,
-        # The launcher knows who has died. The heartbeat must not end a process that swaps or sits in a debugger.
-        heartbeat_timeout=_HEARTBEAT_SECONDS,
-        # The shutdown is a barrier. It fails once a process has died, and XLA then ends this process.
-        shutdown_on_destruction=False,
-    )
-    client.connect()
-    state.coordinator_address, state.num_processes, state.process_id = address, num_processes, process_id
-    state.client = client
-    state.initialize_preemption_sync_manager()
-
-
-_HEARTBEAT_SECONDS = 100  # JAX's default
-
-
-def detach_runtime() -> None:
-    """Drops the distributed runtime and all backends without a word to other processes, which may have died.
-
-    Arrays are deleted, so that using one raises an error. A backend that is kept keeps the old client alive, and its
-    threads, which end the process when the coordination service ends.
-    """
-    # Array.delete() does not wait for the programs that compute or use it.
-    for backend in _xla_bridge._backends.values():
-        for array in backend.live_arrays():
-            array.delete()
-    state = _distributed.global_state
-    if state.preemption_sync_manager is not None:
-        state.preemption_sync_manager.shutdown()
-        state.preemption_sync_manager = None
-    state.client = None
-    jax.clear_caches()
-    jax.extend.backend.clear_backends()
-
-
-def backends_alive() -> list[weakref.ref]:
-    """Weak references to the backends."""
-    return [weakref.ref(backend) for backend in _xla_bridge._backends.values()]

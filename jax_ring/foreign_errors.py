@@ -5,16 +5,12 @@
 
 import re
 
-# A program needed a process that is gone. Sources: Gloo between hosts, the key-value store, the coordination service.
-MEMBER_GONE = re.compile(
-    r"\b(DEADLINE_EXCEEDED|UNAVAILABLE|ABORTED)\b|[Gg]loo|Connection (closed|reset) by peer|coordination service"
-)
 # One of these by which another process is to blame.
-OF_ANOTHER = re.compile(r"Gloo|Connection closed by peer|distributed service detected fatal errors")
+OF_ANOTHER = re.compile(
+    r"Gloo|Connection closed by peer|distributed service detected fatal errors|GetKeyValue\(\) timed out"
+)
 # One of XLA's collectives between CPU processes has failed.
 OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")
-# A program used arrays or devices of an earlier runtime.
-DEAD = re.compile(r"Array has been deleted|Received incompatible devices|[Bb]uffer has been deleted")
 # A function used a mesh axis outside of its shard_map.
 UNBOUND_AXIS = re.compile(r"unbound axis")
 # A call lacks an argument that has no default.

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 
@@ -241,7 +241,7 @@ def note_fork() -> None:
     """Called in the child of a fork."""
     global _forked_from
     _ffi_cpu.leave_parents_recorder()
-    if _compat.backends_alive():
+    if _compat.has_backends():
         _forked_from = os.getppid()
 
 
@@ -269,21 +269,6 @@ def join_processes(
     """
     _ffi_cpu.join(process, token)
     ffi_cuda.set_process(process, publish, fetch)
-
-
-def detach_processes() -> None:
-    """Makes the engines forget other processes until `join_processes`.
-
-    Call it while no program runs, before `jax.clear_caches()`. Programs compiled before fail.
-    """
-    _ffi_cpu.reset_groups()
-    ffi_cuda.forget_groups()
-    # These functions keep the client of the distributed runtime alive.
-    ffi_cuda.set_process(0, _no_other_processes, _no_other_processes)
-
-
-def _no_other_processes(*args: Any) -> NoReturn:
-    raise RuntimeError("this process has left the others, and has not joined new ones yet")
 
 
 def forget_gpu_groups() -> None:

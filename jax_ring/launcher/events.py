@@ -1,4 +1,4 @@
-"""What a launcher waits for, and the failures that it hears of."""
+"""The failures that a launcher hears of, and the events that it waits for."""
 
 import asyncio
 import dataclasses
@@ -54,11 +54,8 @@ def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
     return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
 
 
-class Failures(dict[int | tuple[int, int], Failure]):
-    """An attempt's failures, in the order in which they became known.
-
-    By the launcher's number of the process; by (host, rank) for those of other hosts.
-    """
+class Failures(dict[int, Failure]):
+    """A generation's failures, in the order in which they became known: by rank, or a negative number for a host."""
 
     def first(self) -> Failure | None:
         """The first failure by a process's own fault; without any, the first."""
@@ -67,32 +64,37 @@ class Failures(dict[int | tuple[int, int], Failure]):
 
     def awaited(self) -> set[int]:
         """The ranks that failures blame, and whose own is not known."""
-        blamed = {failure.caused_by for failure in self.values() if failure.caused_by is not None}
-        return blamed - {failure.rank for failure in self.values()} - {-1}
+        return {rank for failure in self.values() if (rank := failure.caused_by) is not None and rank >= 0} - set(self)
 
     def has_own(self) -> bool:
         return any(failure.is_own for failure in self.values())
+
+    def lost(self, count: int) -> frozenset[int]:
+        """Those of so many ranks that are at fault: by themselves, or else those that are blamed, or else all."""
+        own = {failure.rank for failure in self.values() if failure.is_own}
+        return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
 
 
 # ---- Events ----------------------------------------------------------------------------------------------------------
 
 
-class Due(NamedTuple):
-    """Something for the attempt to do, which returns why the job ends, or None."""
+class Begin(NamedTuple):
+    """The launcher that leads starts a generation."""
 
-    do: Callable[[], str | None]
-
-
-class Signalled(NamedTuple):
-    signum: int
+    plan: Plan  # this host's part of it
+    restarts: int  # used up by the job so far
 
 
-class Asked(NamedTuple):
-    """A process has sent a message, to be answered by `answer`."""
+class ChangePending(NamedTuple):
+    """Whether other hosts are to take part: the processes leave at their next commit then."""
 
-    process: int
-    message: dict[str, Any]
-    answer: Answer
+    is_pending: bool
+
+
+class Blamed(NamedTuple):
+    """Other processes wait for a rank of this host."""
+
+    rank: int
 
 
 class Stuck(NamedTuple):
@@ -102,59 +104,36 @@ class Stuck(NamedTuple):
     waiting: tuple[int, ...]  # the others that are behind
 
 
-class RemoteFailed(NamedTuple):
-    node: int
-    failure: Failure
+class End(NamedTuple):
+    """The processes of this host are to end: why, by which signal, and after how many seconds they are killed."""
 
-
-class RemoteChanged(NamedTuple): ...
-
-
-class RemoteStop(NamedTuple):
-    """The launcher that leads ends this host's processes, within a grace period in seconds."""
-
+    reason: str
     signum: int
     grace: float
-    reason: str
 
 
-class RemoteBegin(NamedTuple):
-    """The launcher that leads starts an attempt."""
-
-    plan: Plan  # this host's part of it
-    restarts: int  # used up by the job so far
+class Exited(NamedTuple):
+    """A process has."""
 
 
-class RemotePending(NamedTuple):
-    """Whether other hosts are to take part: the processes leave at their next commit then."""
+class Signalled(NamedTuple):
+    """A signal to the launcher ends the job."""
 
-    is_pending: bool
+    signum: int
 
 
-class RemoteLeft(NamedTuple):
-    """All processes have left, or should have: others are started in their place."""
+class LeaderLost(NamedTuple):
+    """The launcher that leads is out of reach, or another one is to lead."""
 
     reason: str
 
 
-class RemoteEnd(NamedTuple):
+class JobEnded(NamedTuple):
     status: int
     reason: str
 
 
-Event = (
-    Due
-    | Signalled
-    | Asked
-    | Stuck
-    | RemoteFailed
-    | RemoteChanged
-    | RemoteBegin
-    | RemotePending
-    | RemoteLeft
-    | RemoteStop
-    | RemoteEnd
-)
+Event = Begin | ChangePending | Blamed | Stuck | End | Exited | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

@@ -12,40 +12,22 @@ import select
 import socket
 import struct
 import threading
-from typing import Any, NamedTuple, Self
+from typing import Any, NoReturn, Self
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
-PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a replacement has a new one
+PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process, never used again
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
-JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
-HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each host's first process
+HOSTS_VARIABLE = "JAX_RING_HOSTS"  # the index of each host's first process
 MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
+# Begins a file with a commit: whether it is whole, its generation, and its number.
+KEPT_MARK = struct.Struct("<?xxxxxxxqq")
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
 _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
-
-
-class Member(NamedTuple):
-    """A process's place in a generation."""
-
-    generation: int  # its number, from 0
-    coordinator: str  # host:port of its coordination service; empty for a spare
-    num_processes: int  # of its members
-    process_id: int  # this process's index; -1 for a spare, which waits for the next one
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables for `jax.distributed.initialize()`."""
-        return {
-            "JAX_COORDINATOR_ADDRESS": self.coordinator,
-            "JAX_COORDINATOR_BIND_ADDRESS": self.coordinator,
-            "JAX_NUM_PROCESSES": str(self.num_processes),
-            "JAX_PROCESS_ID": str(self.process_id),
-            GENERATION_VARIABLE: str(self.generation),
-        }
 
 
 def memory_prefix() -> str:
@@ -107,7 +89,7 @@ class Control:
         self._connection.close()
 
     def enlist(self, *, min_processes: int, multiple_of: int | None = None) -> None:
-        """Makes this job elastic, with the `Needs` of all its processes: a death changes the members, and no more.
+        """Makes this job elastic, with the `Needs` of all its processes.
 
         Raises ValueError if the job never has so many processes, and RuntimeError with the launcher's reason if it
         refuses.
@@ -116,19 +98,15 @@ class Control:
             self._send({"do": "enlist", "min_processes": min_processes, "multiple_of": multiple_of})
             self._reply()
 
-    def next_generation(self, after: int, reason: str) -> Member:
-        """Tells the launcher that this process has left a generation (-1 for none), and waits for a later one.
+    def leave(self, reason: str) -> NoReturn:
+        """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings.
 
-        A member gets its variables set. Raises RuntimeError with the launcher's reason if there will be no generation
-        with this process.
+        Raises RuntimeError if the launcher has ended.
         """
         with self._lock:
-            self._send({"do": "next_generation", "after": after, "reason": reason})
-            member = Member(*self._reply()["member"])
-            self._change_pending = False  # earlier messages concern the previous generation
-        if member.process_id >= 0:
-            os.environ.update(member.variables())
-        return member
+            self._send({"do": "leave", "reason": reason})
+            while True:
+                self._receive()
 
     def change_pending(self) -> bool:
         """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""
@@ -212,6 +190,20 @@ class Control:
             self._change_pending = message["change_pending"]
             return None
         return message
+
+
+def write_mark(file: int, is_whole: bool, generation: int, number: int) -> None:
+    """Marks the file of a commit; one that is not whole is read by nobody."""
+    os.pwrite(file, KEPT_MARK.pack(is_whole, generation, number), 0)
+
+
+def read_mark(file: int) -> tuple[int, int] | None:
+    """The generation and the number of the commit in a file; None if none is whole."""
+    data = os.pread(file, KEPT_MARK.size, 0)
+    if len(data) < KEPT_MARK.size:
+        return None
+    is_whole, generation, number = KEPT_MARK.unpack(data)
+    return (generation, number) if is_whole else None
 
 
 def is_own_user(connection: socket.socket) -> bool:
