@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from jax_ring.launcher import arguments as command_line
-from jax_ring.launcher.multi_host.hosts import job
+from jax_ring.launcher.job import Job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
     try:
-        return asyncio.run(job(options).run())
+        return asyncio.run(Job(options).run())
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise

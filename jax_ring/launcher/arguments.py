@@ -20,16 +20,17 @@ class Options:
     min_processes: int = 1  # of this host, without which the job ends
     processes: int = 1  # started on this host
     devices: int | None = None  # of each process; None for one GPU, and for as many CPU devices as JAX makes
-    max_restarts: int = 0  # after failures, of all processes or of one of an elastic job
+    max_restarts: int = 0  # of all processes, after failures
     backoff: float = 1.0  # before the first restart; doubled for each later one
     grace: float = 10.0  # for processes to exit after a signal, or after an exception of their own
     failure_grace: float = 1.0  # for the others to exit after one has failed: they only run their SIGTERM handlers
-    leave_timeout: float = 5.0  # for a process of an elastic job to leave, once another has
+    leave_timeout: float = 5.0  # for the processes of an elastic job to leave when hosts change, once one has
     log_dir: pathlib.Path | None = None  # for a file per process with its output
     watch: float | None = None  # after which a program or step is stuck; None to watch what the script says alone
     on_stuck: str | None = None  # "report" or "end"; None for what the script says
-    nnodes: int = 1  # the number of hosts; if they may come and go, the largest one
-    min_nodes: int = 0  # if hosts may come and go, how many are enough; else 0
+    nnodes: int = 1  # the largest number of hosts
+    min_nodes: int = 1  # how many are enough
+    hosts_change: bool = False  # whether hosts may come and go, by --nnodes MIN:MAX
     node_rank: int | None = 0  # index of this host; None if hosts may come and go and it has none
     # where launchers listen to the others, in the order in which they may lead: (host, port)
     coordinators: tuple[tuple[str, int], ...] = ()
@@ -45,8 +46,8 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     fewest, most = _counts(parser, "-n", given.processes)
     min_nodes, nnodes = _counts(parser, "--nnodes", given.nnodes)
     _check_numbers(parser, given)
-    comes_and_goes = ":" in given.nnodes
-    if fewest < most and (nnodes > 1 or comes_and_goes):
+    hosts_change = ":" in given.nnodes
+    if fewest < most and (nnodes > 1 or hosts_change):
         parser.error(
             f"-n MIN:MAX is for one host; with --nnodes {given.nnodes} give -n {most}. To go on without lost hosts "
             "give --nnodes MIN:MAX"
@@ -56,9 +57,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
     options |= {
         "command": (given.script, *given.arguments), "is_module": given.module,
         "min_processes": fewest, "processes": most,
-        "min_nodes": min_nodes if comes_and_goes else 0, "nnodes": nnodes,
-        "node_rank": given.node_rank if comes_and_goes else given.node_rank or 0,
-        "coordinators": _coordinators(parser, given, nnodes, comes_and_goes),
+        "min_nodes": min_nodes, "nnodes": nnodes, "hosts_change": hosts_change,
+        "node_rank": given.node_rank if hosts_change else given.node_rank or 0,
+        "coordinators": _coordinators(parser, given, nnodes, hosts_change),
     }  # fmt: skip
     return Options(**options)
 
@@ -80,8 +81,8 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="COUNT",
-        help="how often to start the processes again after a failure (default: %(default)s). The script finds the "
-        "number of the restart in JAX_RING_RESTART",
+        help="how often to start the processes again after a failure (default: %(default)s); an elastic job then goes "
+        "on with those that are left. The script finds how often they were started again in JAX_RING_RESTART",
     )  # fmt: skip
     _add_seconds(parser, "backoff", "the wait before the first restart; it doubles with each, up to 60 s")
     _add_seconds(
@@ -94,7 +95,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     _add_seconds(
         parser,
         "leave_timeout",
-        "time that a process of an elastic job has to notice that the members change, after another has noticed",
+        "time that the processes of an elastic job have to leave when hosts come, after one has left",
     )
     parser.add_argument(
         "--log-dir", type=pathlib.Path, metavar="FOLDER", help="also write each process's output to files in FOLDER"
@@ -133,7 +134,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     _add_seconds(parser, "node_timeout", "time that the launchers of all hosts have to find each other")
     _add_seconds(parser, "join_timeout", "with MIN:MAX, time that more than MIN hosts have to be there at the start")
     _add_seconds(
-        parser, "heartbeat_timeout", "with MIN:MAX, the others go on without a host that is silent for so long"
+        parser, "heartbeat_timeout", "after so long a silence, or a stop of a process, others go on without it"
     )
 
 
@@ -172,9 +173,9 @@ def _counts(parser: argparse.ArgumentParser, flag: str, text: str) -> tuple[int,
 
 
 def _coordinators(
-    parser: argparse.ArgumentParser, given: argparse.Namespace, nnodes: int, comes_and_goes: bool
+    parser: argparse.ArgumentParser, given: argparse.Namespace, nnodes: int, hosts_change: bool
 ) -> tuple[tuple[str, int], ...]:
-    if nnodes == 1 and not comes_and_goes and not given.node_rank:
+    if nnodes == 1 and not hosts_change and not given.node_rank:
         if given.coordinator:
             parser.error("--coordinator is for several hosts: give --nnodes as well")
         return ()
@@ -186,7 +187,7 @@ def _coordinators(
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             parser.error(f"--nnodes {given.nnodes} needs --coordinator HOST:PORT, got {given.coordinator}")
         addresses.append((host.strip("[]"), int(port)))
-    if len(addresses) > 1 and not comes_and_goes:
+    if len(addresses) > 1 and not hosts_change:
         parser.error(
             f"--coordinator takes several addresses with --nnodes MIN:MAX, where another launcher may lead; got "
             f"{given.coordinator} and --nnodes {given.nnodes}"

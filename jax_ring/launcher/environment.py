@@ -1,4 +1,4 @@
-"""What a host starts: the plan of an attempt, the variables of its processes, and addresses for coordinators."""
+"""What a host starts: its part of a generation, the variables of its processes, and addresses for coordinators."""
 
 import asyncio
 import contextlib
@@ -49,43 +49,38 @@ def kept_files(slots: int) -> tuple[int, ...]:
 
 
 class Plan(NamedTuple):
-    """What to start."""
+    """This host's part of a generation."""
 
-    restart: int  # how often the job was restarted
+    job: str  # random, known to the launchers of all hosts
+    number: int  # of the generation, from 0
     slots: tuple[int, ...]  # the places used on this host, which decide the devices
     first: int  # index of this host's first process
     num_processes: int  # of all hosts
     coordinator: str  # host:port of the coordination service
-    hosts: tuple[int, ...] = ()  # the index of each host's first process, if hosts come and go
+    hosts: tuple[int, ...] = (0,)  # the index of each host's first process
 
 
 def variables(
-    options: Options,
-    plan: Plan,
-    own: Mapping[str, str],
-    *,
-    slot: int,
-    rank: int,
-    joins: bool = False,
-    outer: Mapping[str, str] = os.environ,
+    options: Options, plan: Plan, own: Mapping[str, str], *, slot: int, rank: int, outer: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """A process's whole environment.
 
-    own: variables for this process alone. joins: whether it takes the place of another process of an elastic job.
-    outer: the environment of the launcher.
+    own: variables for this process alone. outer: the environment of the launcher.
     """
-    result = dict(outer)
-    for name in (protocol.JOIN_VARIABLE, protocol.WATCH_VARIABLE, protocol.HOSTS_VARIABLE):
-        result.pop(name, None)
-    result |= protocol.Member(0, plan.coordinator, plan.num_processes, rank).variables()
-    result |= without_proxy(plan.coordinator, outer)
-    result |= {protocol.RESTART_VARIABLE: str(plan.restart), **own}
+    result = {name: value for name, value in outer.items() if name != protocol.WATCH_VARIABLE}
+    result |= {
+        "JAX_COORDINATOR_ADDRESS": plan.coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": plan.coordinator,
+        "JAX_NUM_PROCESSES": str(plan.num_processes),
+        "JAX_PROCESS_ID": str(rank),
+        protocol.GENERATION_VARIABLE: str(plan.number),
+        protocol.RESTART_VARIABLE: str(plan.number),
+        protocol.HOSTS_VARIABLE: ",".join(map(str, plan.hosts)),
+        **without_proxy(plan.coordinator, outer),
+        **own,
+    }
     if options.watch is not None:
         result[protocol.WATCH_VARIABLE] = "1"
-    if plan.hosts:
-        result[protocol.HOSTS_VARIABLE] = ",".join(map(str, plan.hosts))
-    if joins:
-        result[protocol.JOIN_VARIABLE] = "1"
     if (ids := _device_ids(slot, options.devices, outer)) is not None:
         result["JAX_LOCAL_DEVICE_IDS"] = ids
     if options.devices is not None:

@@ -1,4 +1,4 @@
-"""What a launcher waits for, and the failures that it hears of."""
+"""The failures that a launcher hears of, and the events that it waits for."""
 
 import asyncio
 import dataclasses
@@ -73,14 +73,28 @@ class Failures(dict[int | tuple[int, int], Failure]):
     def has_own(self) -> bool:
         return any(failure.is_own for failure in self.values())
 
+    def lost(self, count: int) -> frozenset[int]:
+        """Those of so many ranks that are at fault: by themselves, or else those that are blamed, or else all."""
+        own = {failure.rank for failure in self.values() if failure.is_own}
+        return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
+
 
 # ---- Events ----------------------------------------------------------------------------------------------------------
 
 
-class Due(NamedTuple):
-    """Something for the attempt to do, which returns why the job ends, or None."""
+class End(NamedTuple):
+    """Processes are to end: why, by which signal, and after how many seconds they are killed."""
 
-    do: Callable[[], str | None]
+    reason: str
+    signum: int
+    grace: float
+    received: int | None = None  # the signal to the launcher that ends the job
+
+
+class Due(NamedTuple):
+    """Something for the generation to do, which returns how it ends, or None."""
+
+    do: Callable[[], End | None]
 
 
 class Signalled(NamedTuple):
@@ -102,58 +116,66 @@ class Stuck(NamedTuple):
     waiting: tuple[int, ...]  # the others that are behind
 
 
-class RemoteFailed(NamedTuple):
-    node: int
+class HostFailed(NamedTuple):
+    """Another host, or a process of it, has failed."""
+
+    host: int  # its index
     failure: Failure
 
 
-class RemoteChanged(NamedTuple): ...
+class HostInitializes(NamedTuple):
+    """Whether a process of another host waits for all processes, or has exited without that."""
+
+    absent: Failure | None
 
 
-class RemoteStop(NamedTuple):
-    """The launcher that leads ends this host's processes, within a grace period in seconds."""
-
-    signum: int
-    grace: float
-    reason: str
+class HostsChanged(NamedTuple): ...
 
 
-class RemoteBegin(NamedTuple):
-    """The launcher that leads starts an attempt."""
-
-    plan: Plan  # this host's part of it
-    restarts: int  # used up by the job so far
-
-
-class RemotePending(NamedTuple):
+class ChangePending(NamedTuple):
     """Whether other hosts are to take part: the processes leave at their next commit then."""
 
     is_pending: bool
 
 
-class RemoteLeft(NamedTuple):
+class AllLeft(NamedTuple):
     """All processes have left, or should have: others are started in their place."""
 
     reason: str
 
 
-class RemoteEnd(NamedTuple):
+class Begin(NamedTuple):
+    """The launcher that leads starts a generation."""
+
+    plan: Plan  # this host's part of it
+    restarts: int  # used up by the job so far
+
+
+class LeaderLost(NamedTuple):
+    """The launcher that leads is out of reach."""
+
+    reason: str
+
+
+class JobEnded(NamedTuple):
     status: int
     reason: str
 
 
 Event = (
     Due
+    | End
     | Signalled
     | Asked
     | Stuck
-    | RemoteFailed
-    | RemoteChanged
-    | RemoteBegin
-    | RemotePending
-    | RemoteLeft
-    | RemoteStop
-    | RemoteEnd
+    | HostFailed
+    | HostInitializes
+    | HostsChanged
+    | ChangePending
+    | AllLeft
+    | Begin
+    | LeaderLost
+    | JobEnded
 )
 
 

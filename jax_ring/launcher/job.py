@@ -1,62 +1,65 @@
-"""A job on one host: attempts, as long as restarts are left."""
+"""A job on one host, from its options to its exit status: it leads or follows, generation by generation."""
 
 import asyncio
-import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from jax_ring.launcher import environment, events
+from jax_ring.launcher import environment, events, signals
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.events import Failure
-from jax_ring.launcher.output import Output, leave_signals_to_main_thread
-from jax_ring.launcher.shared import Outcome, Remote, Shared, stopped_by
+from jax_ring.launcher.hosts.follower import Follower
+from jax_ring.launcher.hosts.groups import Group
+from jax_ring.launcher.hosts.leader import Leader
+from jax_ring.launcher.hosts.search import CannotGoOnError, Search, split
+from jax_ring.launcher.output import Output
+from jax_ring.launcher.shared import Outcome, Role, Shared, stopped_by
+from jax_ring.launcher.signals import SignalledError
 
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Those that mean what the script makes of them, and do not end the job.
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _OUTPUT_LOST = 120  # Python's exit status where all else went well
 # How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
 _DRAIN_SECONDS = 1.0
-
+# While it follows, a launcher looks this often who has ended: the one that leads may need to know.
+_LOOK_SECONDS = 1.0
 
 T = TypeVar("T")
 
 
-class SignalledError(Exception):
-    """A signal ends the job."""
+class Job:
+    """The launcher's part in a job.
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    It searches for a launcher that leads, and follows it, or leads itself; with one host it leads at once. A generation
+    is an `Attempt` of new processes. One that fails is followed by another as long as restarts are left, then in an
+    elastic job with those that remain; one that has been left for other hosts, at once.
+    """
 
-
-class Job(Shared):
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
+        self._options, self._shared = options, Shared(options)
+        self._search = Search(self._shared)
         self._attempt: Attempt | None = None
+        self._blamed: set[tuple[str, int]] = set()  # the hosts and slots whose processes failed last
 
     async def run(self) -> int:
         """Returns the launcher's exit status."""
-        self.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
-        self.server = ControlServer(lambda *question: self.queue.put_nowait(events.Asked(*question)))
-        self.kept = environment.kept_files(self.options.processes)
-        self._receive_signals()
-        await self.server.start()
+        shared, queue = self._shared, self._shared.queue
+        shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
+        shared.server = ControlServer(lambda *question: queue.put_nowait(events.Asked(*question)))
+        shared.kept = environment.kept_files(self._options.processes)
+        signals.receive(self._signalled, self._pass_on, self._reap)
+        await shared.server.start()
         try:
-            outcome = await self._attempts()
+            outcome = await self._generations()
         except SignalledError as error:
             outcome = stopped_by(error.signum)
         finally:
-            self.server.close()
-            for file in self.kept:
+            self._search.close()
+            shared.server.close()
+            for file in shared.kept:
                 os.close(file)
         status = await self._drained(outcome)
         # Nothing follows the last line. A signal is noted in a pipe that asyncio closes first, of which Python would
@@ -65,86 +68,163 @@ class Job(Shared):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         return status
 
-    async def _attempts(self) -> Outcome:
-        slots = tuple(range(self.options.processes))
-        blamed = None  # the slot whose process failed last
-        for restart in itertools.count():
-            outcome = await self._try(restart, slots)
-            failure = outcome.failure
-            if outcome.status == 0 or outcome.is_stopped or outcome.is_ended:
-                break
-            if not self.take_restart():
-                self.output.log(f"failed: {failure}")
-                break
-            slot = None if failure is None else dict(enumerate(slots)).get(failure.rank)  # None if not of this host
-            if slot is not None and slot == blamed and len(slots) > self.options.min_processes:
-                slots = tuple(other for other in slots if other != slot)
-                self.output.log(f"{failure} in two attempts on end; going on with {len(slots)} processes without it")
-            blamed = slot
-            await self._back_off(failure)
+    async def _generations(self) -> Outcome:
+        outcome = None
+        while outcome is None:
+            try:
+                address = await self._unless_signalled(self._search.found(), self._search.seconds_left())
+            except TimeoutError:
+                return self._failed(self._search.why_not())
+            except CannotGoOnError as error:
+                return self._failed(str(error), error.status)
+            outcome = await (self._lead() if address is None else self._follow(address))
         return outcome
 
-    async def _back_off(self, failure: Failure | None) -> None:
-        """Waits before that restart."""
-        wait = self.backoff()
-        self.output.log(f"failed: {failure}; restart {self.restarts} of {self.options.max_restarts} in {wait:g} s")
-        await self._unless_signalled(asyncio.sleep(wait))
+    def _failed(self, reason: str, status: int = 1) -> Outcome:
+        self._shared.output.log(f"failed: {reason}")
+        return Outcome(status)
 
-    async def _try(self, restart: int, slots: tuple[int, ...]) -> Outcome:
-        return await self._lead_attempt(
-            Remote(), "127.0.0.1", lambda coordinator: Plan(restart, slots, 0, len(slots), coordinator)
-        )
+    # ---- A launcher that leads ---------------------------------------------------------------------------------------
 
-    async def _lead_attempt(self, remote: Remote, host: str, plan_of: Callable[[str], Plan]) -> Outcome:
-        """An attempt whose coordination service is here.
+    async def _lead(self) -> Outcome | None:
+        """Leads until the job ends; returns None if another launcher is to lead."""
+        leader = self._search.lead()
+        try:
+            while (group := await self._unless_signalled(self._search.formed(leader))) is not None:
+                outcome = await self._generation(leader, group)
+                self._search.had_enough()
+                if outcome.is_stopped:
+                    raise SignalledError(outcome.status - 128)
+                if outcome.status == 0 or not await self._goes_on(leader, group, outcome):
+                    await leader.end(outcome.status, f"{leader.name}: {outcome.failure}")
+                    return outcome
+            return None
+        except SignalledError as error:
+            if not self._options.hosts_change:  # else others go on without this host
+                await leader.end(128 + error.signum, f"{leader.name}: it was told to end")
+            raise
+        except CannotGoOnError as error:
+            await leader.end(error.status, str(error))
+            return self._failed(str(error), error.status)
+        finally:
+            leader.drop()
+            self._search.leader = None
 
-        Args:
-          remote: the other hosts.
-          host: a name or an address of this one.
-          plan_of: begins the attempt on the other hosts, with a coordinator, and returns this host's part.
-        """
-        with environment.reserved_address(host) as coordinator:
-            service = Service(self.output)
+    async def _generation(self, leader: Leader, group: Group) -> Outcome:
+        """A generation on all hosts, with a coordination service here."""
+        own = self._search.own
+        with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
+            service = Service(self._shared.output)
             try:
-                plan = plan_of(coordinator)
-                service.begin(coordinator, plan.num_processes)
-                outcome = (await self._watch(plan, remote)).blamed_on(service.failure())
+                events.forget(self._shared.queue, but=events.Signalled)
+                leader.begin(group, coordinator)
+                service.begin(coordinator, group.num_processes)
+                if self._options.hosts_change:
+                    hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
+                    self._shared.output.log(f"generation {group.number - 1}: hosts {hosts}")
+                outcome = await self._run(group.plan_of(own.id, coordinator), leader)
+                outcome = outcome.blamed_on(service.failure())
                 if outcome.status != 0:
                     # Other launchers end their processes within the same time. After that they are given up.
-                    patience = self.options.failure_grace + self.options.grace
+                    patience = self._options.failure_grace + self._options.grace
                     try:
-                        await self._unless_signalled(remote.stopped(), patience)
+                        await self._unless_signalled(leader.stopped(), patience)
                     except TimeoutError:
-                        pass
+                        leader.drop_running()
                     except SignalledError as error:
                         outcome = outcome.or_stopped(error.signum)
                 return outcome
             finally:
                 service.end()
+                leader.ended()
 
-    async def _watch(self, plan: Plan, remote: Remote) -> Outcome:
-        self._attempt = Attempt(self, plan, remote)
+    async def _goes_on(self, leader: Leader, group: Group, outcome: Outcome) -> bool:
+        """Whether another generation follows this one, which has failed or was left; waits if it made no commit."""
+        shared, options, log = self._shared, self._options, self._shared.output.log
+        if leader.has_changed:
+            return True
+        failure, lost, before = outcome.failure, outcome.lost, self._blamed
+        self._blamed = {group.place_of(rank) for rank in lost}
+        if shared.take_restart():
+            wait = 0.0 if shared.has_commit_of(group.number - 1) else shared.backoff()
+            log(f"failed: {failure}; restart {shared.restarts} of {options.max_restarts} in {wait:g} s")
+            left = group.num_processes - len(lost)
+            if lost and self._blamed == before and options.processes > left >= options.min_processes:
+                leader.leave_out(lost)
+                log(f"{failure} in two attempts on end; going on with {left} processes without it")
+            await self._unless_signalled(asyncio.sleep(wait))
+            return True
+        if shared.needs is not None and lost and not outcome.has_finished:
+            leader.leave_out(lost)
+            if hosts := leader.hosts():
+                count = sum(len(host.slots) for host in hosts)
+                log(f"failed: {failure}; no restarts are left (--max-restarts), going on with {count} processes")
+                return True
+            log(leader.why_not())
+        log(f"failed: {failure}")
+        return False
+
+    # ---- A launcher that is led --------------------------------------------------------------------------------------
+
+    async def _follow(self, address: str) -> Outcome | None:
+        """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
+        events.forget(self._shared.queue, but=events.Signalled)
+        try:
+            follower = await self._unless_signalled(self._search.follow(address))
+        except CannotGoOnError as error:
+            return self._failed(str(error), error.status)
+        if follower is None:
+            return None
+        try:
+            return await self._followed(follower)
+        finally:
+            self._search.follower = None
+            await follower.close()
+
+    async def _followed(self, follower: Follower) -> Outcome | None:
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    event = await self._shared.queue.get()
+            except TimeoutError:
+                if self._options.hosts_change:
+                    await self._unless_signalled(self._search.ask())
+                    follower.tell_gone(self._search.gone())
+                continue
+            match event:
+                case events.Signalled(signum):
+                    self._shared.output.log(f"received {signal.Signals(signum).name}")
+                    raise SignalledError(signum)
+                case events.JobEnded(status, reason):
+                    return self._failed(reason, status) if status else Outcome(0)
+                case events.LeaderLost(reason) if self._options.hosts_change:
+                    self._shared.output.log(reason)
+                    self._search.had_enough()
+                    return None
+                case events.LeaderLost(reason):
+                    return self._failed(reason)
+                case events.Begin(plan, restarts):
+                    self._shared.restarts = restarts
+                    outcome = await self._run(plan, follower)
+                    self._search.had_enough()
+                    if outcome.is_stopped:
+                        return outcome
+                    follower.tell("stopped", str(outcome.failure))
+
+    # ---- Both --------------------------------------------------------------------------------------------------------
+
+    async def _run(self, plan: Plan, role: Role) -> Outcome:
+        self._attempt = Attempt(self._shared, plan, role)
         try:
             return await self._attempt.run()
         finally:
             self._attempt = None
 
-    def _receive_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_main_thread))  # it looks up names
-        # Not asyncio's subprocesses: they end only when their pipes are closed, and descendants may hold the pipes
-        # open.
-        loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        # The launcher's parent may block these signals, and the job's processes would inherit that.
-        handlers = dict.fromkeys(FORWARDED_SIGNALS, self._signalled) | dict.fromkeys(_PASSED_ON, self._pass_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *handlers})
-        for signum, handler in handlers.items():
-            # A launcher in the background or under nohup inherits ignored signals, and must keep ignoring them.
-            if signal.getsignal(signum) != signal.SIG_IGN:
-                loop.add_signal_handler(signum, handler, signum)
+    async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        return await signals.unless_signalled(self._shared.queue, waiting, seconds)
 
     def _signalled(self, signum: int) -> None:
-        self.queue.put_nowait(events.Signalled(signum))
+        self._shared.queue.put_nowait(events.Signalled(signum))
 
     def _pass_on(self, signum: int) -> None:
         if self._attempt is not None:
@@ -154,65 +234,25 @@ class Job(Shared):
         if self._attempt is not None:
             self._attempt.reap()
 
-    def _end_of(self, event: events.Event) -> Outcome | None:
-        """The end of the job on this host, if it is a signal, or the word of the launcher that decides."""
-        match event:
-            case events.Signalled(signum):
-                self.output.log(f"received {signal.Signals(signum).name}")
-                return stopped_by(signum)
-            case events.RemoteEnd(status, reason):
-                if status:
-                    self.output.log(f"failed: {reason}")
-                return Outcome(status)
-        return None
-
-    async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Waits for something. Raises SignalledError if a signal has come, TimeoutError if it takes longer."""
-        task, signals = asyncio.create_task(waiting), asyncio.create_task(self._next_signal())
-        await asyncio.wait({task, signals}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        is_done = task.done()
-        task.cancel()
-        signals.cancel()
-        await asyncio.wait({task, signals})  # the events that it holds are queued again
-        if not signals.cancelled():
-            raise SignalledError(signals.result())
-        if not is_done:
-            raise TimeoutError
-        return task.result()
-
-    async def _next_signal(self) -> int:
-        """Waits for a signal. Other events stay queued."""
-        others: list[events.Event] = []
-        try:
-            while not isinstance(event := await self.queue.get(), events.Signalled):
-                others.append(event)
-            return event.signum
-        finally:
-            # Events may arrive out of order. For example, host 0 may announce the job before the connection to it is
-            # known.
-            others += [self.queue.get_nowait() for _ in range(self.queue.qsize())]
-            for event in others:
-                self.queue.put_nowait(event)
-
     async def _drained(self, outcome: Outcome) -> int:
         """Returns the exit status once output is written. A success waits for slow readers until a signal."""
-        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self.options.grace
+        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
         try:
             await self._unless_signalled(self._all_written(), patience)
         except SignalledError as error:
             return outcome.status or 128 + error.signum
         except TimeoutError:
             pass
-        return outcome.status or (_OUTPUT_LOST if self.output.is_lost else 0)
+        return outcome.status or (_OUTPUT_LOST if self._shared.output.is_lost else 0)
 
     async def _all_written(self) -> None:
-        copying = set(self.copying)
+        copying = set(self._shared.copying)
         while copying:
             _, copying = await asyncio.wait(copying, timeout=_DRAIN_SECONDS)
-            if copying and self.output.is_idle():
+            if copying and self._shared.output.is_idle():
                 break  # a descendant holds a pipe open, but writes nothing
         for task in copying:
             task.cancel()
         if copying:
             await asyncio.wait(copying)
-        await self.output.written()
+        await self._shared.output.written()

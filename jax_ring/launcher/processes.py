@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import enum
 import os
 import pathlib
 import signal
@@ -46,13 +47,31 @@ class LogFiles:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o666)
 
 
+class State(enum.IntEnum):
+    """What a launcher knows of a process. It goes to a later state only; `Process.status` tells whether it has ended.
+
+    RUNNING: It runs the script.
+    LEFT: It has left its generation for other members, and waits to be killed.
+    RAISED: An exception of its own ends it.
+    TOLD: It was told to end, by a signal.
+    KILLED: By the launcher.
+    """
+
+    RUNNING = enum.auto()
+    LEFT = enum.auto()
+    RAISED = enum.auto()
+    TOLD = enum.auto()
+    KILLED = enum.auto()
+
+
 class Process:
     """A process that runs the script, leading a group that is killed with it.
 
     Attributes:
       number: the launcher's, never used again.
-      slot: place on this host.
-      rank: its first index, or that of the process it replaces, for messages and output.
+      rank: its index in the job.
+      state: what the launcher knows of it.
+      initializes: whether it has come to jax.distributed.initialize().
       status: exit status, or minus its signal; None while it runs.
       copying: tasks that copy its output.
       page: where it notes its steps.
@@ -62,14 +81,15 @@ class Process:
         self,
         options: Options,
         number: int,
-        slot: int,
         rank: int,
         page: Page,
         environment: dict[str, str],
         files: Sequence[int],
     ) -> None:
         """Starts the process, which inherits files. Raises OSError if the system cannot."""
-        self.number, self.slot, self.rank, self.page = number, slot, rank, page
+        self.number, self.rank, self.page = number, rank, page
+        self.state = State.RUNNING
+        self.initializes = False
         self.status: int | None = None
         self.copying: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None  # of its descendants
@@ -93,6 +113,9 @@ class Process:
     @property
     def name(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
+
+    def advance(self, state: State) -> None:
+        self.state = max(self.state, state)
 
     def reap(self) -> bool:
         """Whether it has exited since the last call. Its descendants are killed then, after a moment."""

@@ -12,12 +12,12 @@ import select
 import socket
 import struct
 import threading
-from typing import Any, NamedTuple, Self
+import time
+from typing import Any, NoReturn, Self
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
 PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a replacement has a new one
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
-JOIN_VARIABLE = "JAX_RING_JOIN"
 RESTART_VARIABLE = "JAX_RING_RESTART"
 HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each host's first process
 MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
@@ -29,25 +29,6 @@ _REPORT_SECONDS = 2.0
 _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
 
 
-class Member(NamedTuple):
-    """A process's place in a generation."""
-
-    generation: int  # its number, from 0
-    coordinator: str  # host:port of its coordination service; empty for a spare
-    num_processes: int  # of its members
-    process_id: int  # this process's index; -1 for a spare, which waits for the next one
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables for `jax.distributed.initialize()`."""
-        return {
-            "JAX_COORDINATOR_ADDRESS": self.coordinator,
-            "JAX_COORDINATOR_BIND_ADDRESS": self.coordinator,
-            "JAX_NUM_PROCESSES": str(self.num_processes),
-            "JAX_PROCESS_ID": str(self.process_id),
-            GENERATION_VARIABLE: str(self.generation),
-        }
-
-
 def memory_prefix() -> str:
     """The prefix of shared memory names in a launcher's processes, which it cleans up; empty without one."""
     return os.environ.get(MEMORY_VARIABLE, "")
@@ -56,6 +37,18 @@ def memory_prefix() -> str:
 def memory_prefix_for(name: str) -> str:
     """That prefix, for a name of the job that the launchers of all its hosts know: one process names the memory."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+KEPT_MARK = struct.Struct("<?xxxxxxxqq")  # whether the commit is whole, its generation, its number
+
+
+def read_mark(file: int) -> tuple[int, int] | None:
+    """The generation and the number of the whole commit in a file of the launcher's memory; None without one."""
+    data = os.pread(file, KEPT_MARK.size, 0)
+    if len(data) < KEPT_MARK.size:
+        return None
+    is_whole, generation, number = KEPT_MARK.unpack(data)
+    return (generation, number) if is_whole else None
 
 
 def remove_memory(prefix: str) -> None:
@@ -116,19 +109,12 @@ class Control:
             self._send({"do": "enlist", "min_processes": min_processes, "multiple_of": multiple_of})
             self._reply()
 
-    def next_generation(self, after: int, reason: str) -> Member:
-        """Tells the launcher that this process has left a generation (-1 for none), and waits for a later one.
-
-        A member gets its variables set. Raises RuntimeError with the launcher's reason if there will be no generation
-        with this process.
-        """
+    def leave(self, reason: str) -> NoReturn:
+        """Tells the launcher that this process leaves its generation, and waits to be killed."""
         with self._lock:
-            self._send({"do": "next_generation", "after": after, "reason": reason})
-            member = Member(*self._reply()["member"])
-            self._change_pending = False  # earlier messages concern the previous generation
-        if member.process_id >= 0:
-            os.environ.update(member.variables())
-        return member
+            self._send({"do": "leave", "reason": reason})
+        while True:
+            time.sleep(60)
 
     def change_pending(self) -> bool:
         """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""

@@ -1,10 +1,11 @@
-"""What a job's attempts share, know of other hosts, and come to."""
+"""What the generations of a job share on this host, what each needs of the other hosts, and what it comes to."""
 
+import abc
 import asyncio
 import itertools
 from typing import Any, NamedTuple
 
-from jax_ring.launcher import events
+from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.events import Failure
@@ -15,8 +16,37 @@ from jax_ring.launcher.watching.others import Others
 _LONGEST_BACKOFF_SECONDS = 60.0
 
 
+class Needs(NamedTuple):
+    """What the processes of an elastic job ask for, all the same."""
+
+    min_processes: int = 1  # the job ends with fewer
+    multiple_of: int | None = None  # shards, a multiple of the number of processes; None for any number
+
+    def most(self, candidates: int) -> int:
+        """How many of so many processes can take part; 0 if they are too few."""
+        if self.multiple_of is None:
+            count = candidates
+        else:
+            count = max((d for d in range(1, candidates + 1) if self.multiple_of % d == 0), default=0)
+        return count if count >= self.min_processes else 0
+
+    def why_not(self, candidates: int) -> str:
+        """Why so many processes are too few."""
+        shards = f", and a number that divides num_shards, of {self.multiple_of} processes" if self.multiple_of else ""
+        return f"{candidates} processes are left, and it takes {self.min_processes} (min_processes){shards}"
+
+    def check(self, others: "Needs | None") -> None:
+        """Raises ValueError if they are not those of the other processes."""
+        if others is not None and others != self:
+            raise ValueError(
+                f"elastic.run: another process has min_processes={others.min_processes} and num_shards for "
+                f"{others.multiple_of} processes; this one {self.min_processes}, and {self.multiple_of}. All processes "
+                "must ask for the same."
+            )
+
+
 class Shared:
-    """What a job's attempts share."""
+    """What the generations of a job share on this host."""
 
     output: Output
     server: ControlServer
@@ -26,6 +56,7 @@ class Shared:
         self.options = options
         self.queue: asyncio.Queue[events.Event] = asyncio.Queue()
         self.restarts = 0  # used up so far
+        self.needs: Needs | None = None  # once a process has told them: the job is elastic
         self.numbers = itertools.count()  # of processes
         self.logs = LogFiles(options.log_dir)
         self.copying: list[asyncio.Task] = []  # the output of processes that have ended
@@ -42,57 +73,66 @@ class Shared:
         doubled = self.options.backoff * 2.0 ** min(self.restarts - 1, 60)  # larger powers overflow in the end
         return min(doubled, _LONGEST_BACKOFF_SECONDS)
 
+    def has_commit_of(self, generation: int) -> bool:
+        """Whether a process of this host has made a commit in a generation."""
+        marks = map(protocol.read_mark, self.kept)
+        return any(mark is not None and mark[0] == generation for mark in marks)
 
-class Remote:
-    """The other hosts, of which there are none here; each side of a connection overrides what it has a part in."""
 
-    leads = True  # whether this launcher decides for all hosts
+class Role(abc.ABC):
+    """The part of this launcher among those of the job, as its processes' generation needs it."""
+
+    leads: bool  # whether it decides for all hosts
     asks_where: asyncio.Event  # set if the launcher that leads asks where this host's processes are
 
     def __init__(self) -> None:
-        self.others = Others(self._send)  # what a launcher that leads knows of their processes
+        self.others = Others(self._send)  # what a launcher that leads knows of other hosts' processes
 
+    @abc.abstractmethod
     def _send(self, message: dict[str, Any], index: int | None) -> None:
-        """Sends a message about the attempt to a host, or to all."""
+        """Sends a message about the generation to a host, or to all."""
 
+    @abc.abstractmethod
     def succeeded(self) -> bool:
-        """Whether all other hosts' processes have exited with status 0, as far as this launcher decides."""
-        return True
+        """Whether the other hosts' processes have exited with status 0, as far as this launcher decides."""
 
-    async def stopped(self) -> None:
-        """Waits until other hosts' processes have ended, or their launchers are gone."""
-
+    @abc.abstractmethod
     def tell_failure(self, failure: Failure) -> bool:
-        """Tells host 0 of a failure; returns whether its launcher decides what to do."""
-        return False
+        """Tells the launcher that leads of a failure; returns whether that decides what to do."""
 
+    @abc.abstractmethod
     def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        """Tells other hosts that this one's processes are being ended."""
+        """Has other hosts end their processes, as this one does."""
 
+    @abc.abstractmethod
     def tell(self, what: str, value: Any) -> None:
         """Tells the launcher that leads of this host's processes.
 
         what: "succeeded" once all have exited with status 0; "left" if one has left its generation, with whether all
-          have, and why; "enlisted" with the `Needs` of an elastic job; "progress" with what `others.encoded` gives.
+          have, and why; "enlisted" with the `Needs` of an elastic job; "initializes" once one waits for all others;
+          "absent" with the failure of one that has exited without doing so; "progress" with what `others.encoded`
+          gives.
         """
 
 
 class Outcome(NamedTuple):
-    """How an attempt ended."""
+    """How a generation ended on this host."""
 
-    status: int  # for the launcher to exit with if this is the last attempt
+    status: int  # for the launcher to exit with if this is the last one
     failure: Failure | None = None  # whose fault, if it failed
+    lost: frozenset[int] = frozenset()  # the ranks at fault, if they are known
     is_stopped: bool = False  # whether a signal has ended it
     is_ended: bool = False  # whether the job is over, whatever restarts are left
+    has_finished: bool = False  # whether a process has exited with status 0
 
     def blamed_on(self, cause: Failure | None) -> "Outcome":
-        """This outcome, or a failure for a cause outside of the attempt's processes."""
+        """This outcome, or a failure for a cause outside of the processes."""
         if self.failure is None or self.is_stopped or cause is None:
             return self
-        return self._replace(status=cause.status, failure=cause)
+        return self._replace(status=cause.status, failure=cause, lost=frozenset())
 
     def or_stopped(self, signum: int | None) -> "Outcome":
-        """The outcome by a signal which came while others ended, unless one has ended the attempt before."""
+        """The outcome by a signal which came while processes ended, unless one has ended them before."""
         return self if signum is None or self.is_stopped else stopped_by(signum)
 
 

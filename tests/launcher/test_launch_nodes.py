@@ -10,12 +10,10 @@ import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved_ports, run, start
 
 from jax_ring.launcher import events, protocol
-from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.job import Job, SignalledError
-from jax_ring.launcher.multi_host.hosts import FirstHost
-from jax_ring.launcher.multi_host.links import Hub, Link
+from jax_ring.launcher.hosts.links import Link
+from jax_ring.launcher.signals import SignalledError, unless_signalled
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -114,20 +112,6 @@ def test_a_signal_while_host_0_waits_for_the_processes_of_others_ends_the_job(ho
     assert [status for status, _, _ in ends(launchers)] == [128 + signal.SIGTERM] * 2
 
 
-def test_elastic_jobs_are_refused(hosts):
-    text = """
-import runpy
-Control = runpy.run_path(CONTROL)["Control"]
-try:
-    Control.connect().enlist(min_processes=1)
-except RuntimeError as error:
-    print(error)
-"""
-    for status, out, err in ends(hosts(text.replace("CONTROL", repr(protocol.__file__)), [1, 1])):
-        assert status == 0, err
-        assert out[0].endswith("elastic jobs on several hosts need --nnodes MIN:MAX; this one has --nnodes 2")
-
-
 def test_hosts_that_do_not_come(hosts):
     for rank, message in ((0, "failed: hosts 1 are not there after 0.2 s"), (1, "failed: no launcher of host 0 at ")):
         ((status, _, err),) = ends(hosts("", [1], "--node-timeout", "0.2", ranks=[rank]))
@@ -189,7 +173,7 @@ def test_a_stranger_at_a_port(line):
     """Neither the launchers of other hosts nor a process has sent it."""
 
     async def scenario():
-        link = Link(reader := asyncio.StreamReader(), types.SimpleNamespace(write=lambda data: None))
+        link = Link(reader := asyncio.StreamReader(), types.SimpleNamespace(write=lambda data: None), 20.0)
         reader.feed_data(line)
         assert await link.receive() is None
         asked = []
@@ -206,49 +190,24 @@ def test_a_stranger_at_a_port(line):
     assert asyncio.run(scenario()) == []
 
 
-def test_a_host_that_goes_while_the_last_one_comes_is_waited_for(monkeypatch):
-    """The job would start without it."""
-    job = FirstHost(Options((), nnodes=3, coordinators=(("127.0.0.1", 1),)))
-    hub = job._hub = Hub(3, job.queue)
-    comings = [{1: None, 2: None}, {1: None}, {1: None, 2: None}]
-
-    async def gathered():
-        hub.guests = comings.pop()
-        if comings:
-            asyncio.get_running_loop().call_soon(lambda: setattr(hub, "guests", comings.pop()))
-
-    async def attempt(*_):
-        return hub.missing()
-
-    monkeypatch.setattr(hub, "gathered", gathered)
-    monkeypatch.setattr(job, "_lead_attempt", attempt)
-
-    async def scenario():
-        hub.guests = {}
-        return await job._try(0, (0,))
-
-    assert asyncio.run(scenario()) == []
-
-
 def test_events_are_kept_while_something_else_is_awaited():
     """Host 0 starts a job at once when the last host connects, which may not know yet that it has."""
-    first, second = events.RemoteBegin(Plan(0, (0,), 1, 2, "127.0.0.1:1"), 0), events.RemoteChanged()
+    first, second = events.Begin(Plan("job", 0, (0,), 1, 2, "127.0.0.1:1"), 0), events.HostsChanged()
 
     async def scenario():
-        job = Job.__new__(Job)
-        job.queue = asyncio.Queue()
+        queue = asyncio.Queue()
 
         async def connects():
-            job.queue.put_nowait(first)
+            queue.put_nowait(first)
             for _ in range(5):
                 await asyncio.sleep(0)
-            job.queue.put_nowait(second)
+            queue.put_nowait(second)
 
-        await job._unless_signalled(connects(), 10)
-        job.queue.put_nowait(events.Signalled(signal.SIGTERM))
+        await unless_signalled(queue, connects(), 10)
+        queue.put_nowait(events.Signalled(signal.SIGTERM))
         with pytest.raises(SignalledError) as raised:
-            await job._unless_signalled(asyncio.sleep(10))
+            await unless_signalled(queue, asyncio.sleep(10))
         assert raised.value.signum == signal.SIGTERM
-        return [await asyncio.wait_for(job.queue.get(), 10) for _ in range(2)]
+        return [await asyncio.wait_for(queue.get(), 10) for _ in range(2)]
 
     assert asyncio.run(scenario()) == [first, second]

@@ -10,7 +10,7 @@ from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.job import Job
+from jax_ring.launcher.shared import Shared
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -58,7 +58,7 @@ def test_a_signal_while_a_failure_ends_the_processes_ends_the_job(script, tmp_pa
     ("backoff", "restarts", "expected"), [(0.5, 1, 0.5), (0.5, 3, 2), (0.0, 5000, 0), (1.0, 5000, 60)]
 )
 def test_backoff(backoff, restarts, expected):
-    job = Job(Options((), backoff=backoff, max_restarts=restarts))
+    job = Shared(Options((), backoff=backoff, max_restarts=restarts))
     for _ in range(restarts):
         job.take_restart()
     assert job.backoff() == expected
@@ -278,12 +278,12 @@ def test_modules(script, tmp_path, monkeypatch):
     ],
 )
 def test_devices_of_nested_launches(outer, devices, expected):
-    outer = outer | {protocol.JOIN_VARIABLE: "1"}
-    own, plan = {protocol.CONTROL_VARIABLE: "@inner"}, Plan(0, (0, 1), 0, 2, "127.0.0.1:1")
+    outer = outer | {protocol.WATCH_VARIABLE: "1"}
+    own, plan = {protocol.CONTROL_VARIABLE: "@inner"}, Plan("job", 0, (0, 1), 0, 2, "127.0.0.1:1")
     found = environment.variables(Options((), devices=devices), plan, own, slot=1, rank=1, outer=outer)
     assert found["JAX_LOCAL_DEVICE_IDS"] == expected
     assert found[protocol.CONTROL_VARIABLE] == "@inner"
-    assert protocol.JOIN_VARIABLE not in found
+    assert protocol.WATCH_VARIABLE not in found
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,9 @@ def test_devices_of_nested_launches(outer, devices, expected):
 )
 def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
     assert without_proxy("[::1]:80", outer) == expected
-    found = environment.variables(Options(()), Plan(0, (0, 1), 0, 2, "[::1]:80"), {}, slot=1, rank=1, outer=outer)
+    found = environment.variables(
+        Options(()), Plan("job", 0, (0, 1), 0, 2, "[::1]:80"), {}, slot=1, rank=1, outer=outer
+    )
     assert {name: found.get(name) for name in expected} == expected
 
 

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 
-from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.events import NO_RANK, Failure, failure_of_status
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import state_of
@@ -24,33 +23,14 @@ class Service:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._process = _start(output)
-        self._stand_ins: list[subprocess.Popen] = []
 
     def begin(self, address: str, num_processes: int) -> None:
         """Makes it listen soon; clients that connect earlier try again."""
         assert self._process.stdin is not None
-        self._address = address
         command = {"address": address, "num_processes": num_processes}
         with contextlib.suppress(BrokenPipeError):  # `started` reports it
             # A line is far smaller than a pipe's buffer, so this does not block.
             os.write(self._process.stdin.fileno(), json.dumps(command).encode() + b"\n")
-
-    def stand_in(self, process_id: int) -> None:
-        """Lets others connect when a process has died that may not have."""
-        process = _start(self._output, "stand-in", self._address, str(process_id), **without_proxy(self._address))
-        self._stand_ins.append(process)
-
-    async def started(self) -> bool:
-        """Waits until it listens; returns whether."""
-        assert self._process.stdout is not None
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
-        )
-        try:
-            return bool(await reader.readline())
-        finally:
-            transport.close()
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
@@ -63,20 +43,19 @@ class Service:
 
     def end(self) -> None:
         """Ends it; clients still connected abort."""
-        for process in (*self._stand_ins, self._process):
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
 
 
-def _start(output: Output, *arguments: str, **variables: str) -> subprocess.Popen:
+def _start(output: Output) -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-P", str(_PROGRAM), *arguments],
+        [sys.executable, "-P", str(_PROGRAM)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,  # keeps Ctrl-C on a terminal away from it
-        env=os.environ | variables | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
     )  # fmt: skip
     assert process.stderr is not None
     copying = asyncio.create_task(output.copy(process.stderr, True, "[coordinator]", 0, None))

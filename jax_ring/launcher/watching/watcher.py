@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_ring.launcher import events
 from jax_ring.launcher.processes import Process, format_ranks
-from jax_ring.launcher.shared import Remote, Shared
+from jax_ring.launcher.shared import Role, Shared
 from jax_ring.launcher.watching import others, report
 from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
 from jax_ring.launcher.watching.report import Comparison, Verdict, seconds_between_looks
@@ -26,7 +26,7 @@ class Watcher:
     processes: of this host, by number; the attempt adds to it.
     """
 
-    def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Remote) -> None:
+    def __init__(self, shared: Shared, processes: Mapping[Any, Process], remote: Role) -> None:
         self._shared, self._options, self._processes = shared, shared.options, processes
         self._remote, self._others, self._log = remote, remote.others, shared.output.log
         self._comparison = Comparison()

@@ -1,4 +1,4 @@
-"""Which hosts may go on: what launchers have agreed on, who is left of it, and what is known of the others.
+"""Which hosts take part: what launchers have agreed on, who is left of it, and what is known of the others.
 
 A leader proposes a group with the next number to all its hosts, and starts it when all have accepted. Two groups that
 cannot reach each other never both start: both would need some of the hosts of the last group.
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.members import num_members
+from jax_ring.launcher.shared import Needs
 
 # A launcher goes on without the other of two only if that one cannot have given it up before it ended. This is the part
 # of the time after which it would have, so that clocks may differ a little.
@@ -23,8 +23,11 @@ class Host(NamedTuple):
     """A launcher in a group."""
 
     id: str  # random, of one launcher: one that is started again has another
-    address: str  # host:port where it listens
-    processes: int  # that it starts
+    address: str  # host:port where it listens; empty if it does not
+    slots: tuple[int, ...]  # the places of the processes that it starts
+
+    def without(self, slots: Collection[int]) -> "Host":
+        return self._replace(slots=tuple(slot for slot in self.slots if slot not in slots))
 
 
 class Group(NamedTuple):
@@ -32,6 +35,7 @@ class Group(NamedTuple):
 
     number: int
     hosts: tuple[Host, ...]
+    job: str = ""  # random, of all groups of a job
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -39,18 +43,23 @@ class Group(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        return sum(host.processes for host in self.hosts)
+        return sum(len(host.slots) for host in self.hosts)
 
     @property
     def firsts(self) -> tuple[int, ...]:
         """The index of each host's first process."""
-        return tuple(itertools.accumulate((host.processes for host in self.hosts[:-1]), initial=0))
+        return tuple(itertools.accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
 
     def plan_of(self, host: str, coordinator: str) -> Plan:
         """The part of a host with an id. One that is not of the group, such as a leader, has no processes."""
-        parts = {each.id: (first, each.processes) for each, first in zip(self.hosts, self.firsts, strict=True)}
-        first, count = parts.get(host, (0, 0))
-        return Plan(self.number - 1, tuple(range(count)), first, self.num_processes, coordinator, self.firsts)
+        parts = {each.id: (each.slots, first) for each, first in zip(self.hosts, self.firsts, strict=True)}
+        slots, first = parts.get(host, ((), 0))
+        return Plan(self.job, self.number - 1, slots, first, self.num_processes, coordinator, self.firsts)
+
+    def place_of(self, rank: int) -> tuple[str, int]:
+        """The host's id and the slot of a rank."""
+        host, first = [(each, first) for each, first in zip(self.hosts, self.firsts, strict=True) if first <= rank][-1]
+        return host.id, host.slots[rank - first]
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether hosts with these ids are enough of the group for a next one.
@@ -67,13 +76,13 @@ class Group(NamedTuple):
 
     @classmethod
     def of_message(cls, message: Sequence[Any]) -> "Group":
-        number, hosts = message
-        return cls(number, tuple(Host(*host) for host in hosts))
+        number, hosts, job = message
+        return cls(number, tuple(Host(id_, address, tuple(slots)) for id_, address, slots in hosts), job)
 
 
 def at_the_beginning(addresses: Sequence[str]) -> Group:
     """The group before the first, of the launchers that may lead; their addresses stand for ids."""
-    return Group(0, tuple(Host(address, address, 0) for address in addresses))
+    return Group(0, tuple(Host(address, address, ()) for address in addresses))
 
 
 class Register:
@@ -82,7 +91,6 @@ class Register:
     def __init__(self, beginning: Group) -> None:
         self.started = beginning  # the last group that it knows to have started
         self.accepted: tuple[Group, ...] = ()  # later ones, of which it does not know whether they have started
-        self.enlisted: tuple[int, int | None] | None = None  # the `Needs` of the job, once a process has told
 
     def learn(self, started: Group, accepted: Collection[Group]) -> None:
         """Adds what another launcher has agreed to."""
@@ -104,21 +112,21 @@ class Register:
         return all(group.may_go_on(present, gone) for group in self.groups)
 
 
-def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, multiple_of: int | None) -> tuple[Host, ...]:
+def chosen(before: Group, waiting: Sequence[Host], most_hosts: int, needs: Needs) -> tuple[Host, ...]:
     """The hosts of the next group: those of the last one first, then others in the order in which they have come.
 
-    multiple_of: a multiple of the number of processes; hosts have fewer then, or are left out. None for any number.
+    Those that the number of processes leaves over have fewer, or are left out; none if they are too few.
     """
     by_id = {host.id: host for host in waiting}
     old = [by_id[host] for host in before.ids if host in by_id]
     hosts = [*old, *(host for host in waiting if host not in old)][:most_hosts]
-    left = num_members(sum(host.processes for host in hosts), multiple_of)
+    left = needs.most(sum(len(host.slots) for host in hosts))
     result = []
     for host in hosts:
-        count = min(left, host.processes)
-        left -= count
-        if count:
-            result.append(host._replace(processes=count))
+        slots = host.slots[:left]
+        left -= len(slots)
+        if slots:
+            result.append(host._replace(slots=slots))
     return tuple(result)
 
 

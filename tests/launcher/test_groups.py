@@ -5,14 +5,15 @@ import random
 
 import pytest
 
-from jax_ring.launcher.elastic_hosts import groups
-from jax_ring.launcher.elastic_hosts.groups import Evidence, Group, Host, Register, at_the_beginning, chosen
+from jax_ring.launcher.hosts import groups
+from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning, chosen
+from jax_ring.launcher.shared import Needs
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
 
 def host(name, processes=1):
-    return Host(name, f"{name}:1", processes)
+    return Host(name, f"{name}:1", tuple(range(processes)))
 
 
 def group(number, names):
@@ -67,13 +68,19 @@ def test_what_is_accepted_counts_until_a_later_group_has_started():
 
 def test_those_that_were_there_come_first():
     waiting = [host("d"), host("b"), host("e"), host("a")]
-    assert [h.id for h in chosen(group(3, "abc"), waiting, 3, None)] == ["a", "b", "d"]
+    assert [h.id for h in chosen(group(3, "abc"), waiting, 3, Needs())] == ["a", "b", "d"]
 
 
 def test_processes_that_do_not_divide_the_shards_are_left_out():
     waiting = [host("a", 2), host("b", 2), host("c", 2)]
-    assert [(h.id, h.processes) for h in chosen(group(3, "abc"), waiting, 3, 8)] == [("a", 2), ("b", 2)]
-    assert [h.processes for h in chosen(group(3, "abc"), waiting, 3, 5)] == [2, 2, 1]
+    assert [(h.id, len(h.slots)) for h in chosen(group(3, "abc"), waiting, 3, Needs(1, 8))] == [("a", 2), ("b", 2)]
+    assert [len(h.slots) for h in chosen(group(3, "abc"), waiting, 3, Needs(5, 5))] == [2, 2, 1]
+    assert chosen(group(3, "abc"), waiting, 3, Needs(6, 5)) == ()
+
+
+def test_the_place_of_a_rank():
+    hosts = Host("a", "a:1", (0, 1)), Host("b", "b:1", (1, 3))
+    assert [Group(1, hosts).place_of(rank) for rank in range(4)] == [("a", 0), ("a", 1), ("b", 1), ("b", 3)]
 
 
 class World:
@@ -95,7 +102,7 @@ class World:
         there = {*present, *(host(name).address for name in present)}
         if not leader.may_go_on(there, {}):
             return
-        hosts = chosen(leader.started, [host(name) for name in present], self.random.randint(1, 5), None)
+        hosts = chosen(leader.started, [host(name) for name in present], self.random.randint(1, 5), Needs())
         proposal = Group(leader.next_number(), hosts)
         have_accepted = [name for name in present if name == present[0] or self.random.random() < 0.8]
         for name in have_accepted:

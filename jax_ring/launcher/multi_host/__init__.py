@@ -1,1 +1,0 @@
-"""Jobs on several hosts: one launcher on each."""

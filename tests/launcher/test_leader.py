@@ -1,0 +1,250 @@
+"""The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
+
+import asyncio
+import types
+
+import pytest
+
+from jax_ring.launcher import events
+from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.events import Failure
+from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
+from jax_ring.launcher.hosts.leader import Leader
+from jax_ring.launcher.job import Job
+from jax_ring.launcher.shared import Needs, Outcome, Shared
+
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
+OPTIONS = Options((), nnodes=3, min_nodes=2, hosts_change=True, node_rank=None, coordinators=(("a", 1),))
+
+
+class Link:
+    """A host's connection, whose messages a test gives; None ends it."""
+
+    def __init__(self):
+        self.sent, self.messages = [], asyncio.Queue()
+        self.heard = self.acknowledged = 0.0
+        self.is_silent = False
+        self.send, self.receive, self.abort = self.sent.append, self.messages.get, lambda: None
+
+
+class Hosts:
+    """A leader a with a group of a and b, which runs."""
+
+    def __init__(self):
+        shared = Shared(OPTIONS)
+        self.shared, self.queue, self.register = shared, shared.queue, Register(at_the_beginning(["a:1"]))
+        self.leader = Leader(Host("a", "a:1", (0,)), shared, self.register, Evidence(20.0))
+
+    async def comes(self, name, needs=None):
+        link = Link()
+        hello = {
+            "host": [name, f"{name}:1", [0]], "node_rank": None, "gone": [], "restarts": 0, "needs": needs,
+            "started": self.register.started, "accepted": [], "options": ["2:3", OPTIONS.heartbeat_timeout],
+        }  # fmt: skip
+        link.serving = asyncio.create_task(self.leader.serve(link, hello))
+        await asyncio.sleep(0)
+        return link
+
+    async def goes(self, link):
+        link.messages.put_nowait(None)
+        await link.serving
+
+    async def begin(self):
+        member = await self.comes("b")
+        group = Group(1, self.leader.hosts())
+        self.register.learn(group, [])
+        self.leader.begin(group, "a:2")
+        member.sent.clear()
+        return member
+
+    def events(self):
+        found = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        return [event for event in found if not isinstance(event, events.HostsChanged)]
+
+
+def test_a_host_that_goes_away_again_changes_nothing():
+    async def run():
+        job = Hosts()
+        member = await job.begin()
+        await job.goes(await job.comes("c"))
+        assert member.sent == [{"pending": True, "attempt": 1}, {"pending": False, "attempt": 1}]
+        assert job.events() == [events.ChangePending(True), events.ChangePending(False)]
+        assert not job.leader.has_changed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
+    """Also where that host has gone again: what some processes do the others have to."""
+
+    async def run():
+        job = Hosts()
+        member = await job.begin()
+        other = await job.comes("c") if comes else None
+        job.leader.tell("left", [True, "rank 0 has left"])
+        if other:
+            await job.goes(other)
+        assert member.sent == comes * [{"pending": True, "attempt": 1}]
+        member.messages.put_nowait({"left": [True, "rank 1 has left"], "attempt": 1})
+        await asyncio.sleep(0)
+        job.leader.ended()
+        assert job.events()[-1] == events.AllLeft("rank 1 has left")
+        assert job.leader.hosts() == job.register.started.hosts
+        assert job.leader.has_changed == comes
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [{"accepted": 1}, None])
+def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
+    async def run():
+        job = Hosts()
+        links = [await job.comes(name) for name in "bc"]
+        agreed = asyncio.create_task(job.leader.agree(hosts := job.leader.hosts(), "job"))
+        links[0].messages.put_nowait({"accepted": 1})
+        await asyncio.sleep(0.05)
+        assert not agreed.done()
+        links[1].messages.put_nowait(answer)
+        assert await agreed == (answer and Group(1, hosts, "job"))
+        assert list(job.leader.guests) == ["b", "c"][: 2 if answer else 1]
+
+    asyncio.run(run())
+
+
+def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
+    async def run():
+        job = Hosts()
+        await job.comes("b", needs=[1, 2])
+        await job.comes("c")
+        assert [host.id for host in job.leader.hosts()] == ["a", "b"]
+        job.shared.needs = None
+        await job.comes("c", needs=[4, None])
+        assert job.leader.hosts() == ()
+
+    asyncio.run(run())
+
+
+def alone(**options):
+    """A launcher that nobody else is with, its search, and what it says."""
+    given = {"nnodes": 2, "min_nodes": 1, "hosts_change": True, "node_rank": None, "coordinators": (("localhost", 1),)}
+    job, said = Job(Options((), **{**given, **options})), []
+    job._shared.output = types.SimpleNamespace(log=said.append)
+    return job, job._search, said
+
+
+def leads(search):
+    search.own = search.own._replace(address="localhost:1")
+    return search.lead()
+
+
+def test_enough_hosts_wait_for_more_as_long_as_they_may(monkeypatch):
+    job, search, said = alone(node_timeout=0.0, join_timeout=0.05)
+    search.own = search.own._replace(address="localhost:1")
+
+    async def generation(leader, group):
+        return Outcome(0)
+
+    monkeypatch.setattr(job, "_generation", generation)
+    assert asyncio.run(job._lead()) == Outcome(0), said
+
+
+def test_the_others_have_time_when_a_host_is_lost_before_it_agrees(monkeypatch):
+    """Which may take longer than they wait for hosts."""
+    _, search, _ = alone(node_timeout=10.0, join_timeout=0.0)
+
+    async def agree(hosts, job):
+        search._since -= 100
+
+    async def next_change(seconds):
+        raise LookupError
+
+    async def scenario():
+        leader = leads(search)
+        monkeypatch.setattr(leader, "agree", agree)
+        monkeypatch.setattr(leader, "next_change", next_change)
+        with pytest.raises(LookupError):
+            await search.formed(leader)
+
+    asyncio.run(scenario())
+    assert search.seconds_left() > 5
+
+
+def test_a_spare_has_time_to_find_the_next_leader():
+    job, search, said = alone(node_timeout=10.0)
+    search._since -= 100
+    job._shared.queue.put_nowait(events.LeaderLost("the launcher that leads has ended"))
+    assert asyncio.run(job._followed(None)) is None
+    assert said == ["the launcher that leads has ended"]
+    assert search.seconds_left() > 5
+
+
+def test_another_program_at_the_address_is_named():
+    _, search, said = alone()
+
+    async def run():
+        asked = []
+        server = await asyncio.start_server(lambda _, writer: [asked.append(writer), writer.close()], "127.0.0.1", 0)
+        search._order = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]
+        task = asyncio.create_task(search.found())
+        while len(asked) < 3 and not task.done():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        server.close()
+        search.close()
+
+    asyncio.run(run())
+    assert said == [f"cannot listen at --coordinator {search._order[0]}: another program listens there"]
+
+
+# ---- Who goes on after a failure -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcome", "goes_on", "said"),
+    [
+        (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1})), (0, 2, 3), "going on with 3 processes"),
+        (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1, 2, 3})), None, "it takes 2 (min_processes)"),
+        (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1}), has_finished=True), None, "failed: rank 1 failed"),
+        (Outcome(1, Failure("host 1", -1, "is gone")), None, "failed: host 1 is gone"),
+    ],
+)
+def test_those_that_remain_go_on_without_restarts(outcome, goes_on, said):
+    fixed = {"nnodes": 1, "min_nodes": 1, "hosts_change": False, "node_rank": 0, "coordinators": ()}
+    job, search, lines = alone(processes=4, **fixed)
+    job._shared.needs, job._shared.kept = Needs(2), ()
+
+    async def scenario():
+        leader = search.lead()
+        group = await search.formed(leader)
+        leader.begin(group, "localhost:2")
+        leader.ended()
+        if await job._goes_on(leader, group, outcome):
+            (host,) = leader.hosts()
+            return host.slots
+        return None
+
+    assert asyncio.run(scenario()) == goes_on
+    assert any(said in line for line in lines), lines
+
+
+@pytest.mark.parametrize(("has_commit", "wait"), [(False, 4), (True, 0)])
+def test_nobody_waits_after_a_generation_with_a_commit(has_commit, wait, monkeypatch):
+    job, search, lines = alone(nnodes=1, hosts_change=False, node_rank=0, coordinators=(), max_restarts=1, backoff=4.0)
+    slept = []
+
+    async def sleep(seconds, *_):
+        slept.append(seconds)
+
+    monkeypatch.setattr(job._shared, "has_commit_of", lambda generation: has_commit)
+
+    async def scenario():
+        leader = search.lead()
+        group = await search.formed(leader)
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        return await job._goes_on(leader, group, Outcome(1, Failure("rank 0", 0, "failed"), frozenset({0})))
+
+    assert asyncio.run(scenario())
+    assert slept == [wait]
+    assert lines == [f"failed: rank 0 failed; restart 1 of 1 in {wait} s"]
