@@ -1,17 +1,13 @@
 """Commits on disk, written and read by one process with orbax."""
 
 import importlib.util
-import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_ring.elastic.snapshots import Snapshot, Typed, array_of
-from jax_ring.options import path_texts
+from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
 
 _KEPT = 2
 
@@ -26,70 +22,55 @@ class Checkpoints:
             )
         self.directory = pathlib.Path(directory).absolute()
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Writes a commit without divided leaves, and waits until it is on disk.
-
-        Raises TypeError if a leaf is neither an array nor a value of JSON.
-        """
+    def write(self, number: int, snapshot: Snapshot) -> None:
+        """Writes a commit without divided leaves, and waits until it is on disk."""
         import orbax.checkpoint as ocp
 
-        arrays, others = {}, {}
-        for path, leaf in zip(snapshot.paths(), snapshot.leaves, strict=True):
-            array = array_of(leaf)
-            if not isinstance(array, np.ndarray):
-                others[path] = leaf
-                continue
-            more: dict[str, Any] = {}
-            if isinstance(leaf, Typed):
-                more = {"random keys of": leaf.key_impl} if leaf.key_impl else {"weak type": True}
-            if array.size:
-                arrays[path] = array
-            else:  # orbax writes none
-                more["empty"] = [array.shape, str(array.dtype)]
-            if more:
-                others[path] = more
-        try:
-            json.dumps(others)
-        except TypeError as error:
-            raise TypeError(
-                f"State(directory=...): a leaf that is no array cannot be written as JSON: {error}"
-            ) from error
-        items: dict[str, Any] = {"others": ocp.args.JsonSave(others)}
-        if arrays:  # orbax writes no empty tree
+        of_arrays = [leaf.path for leaf in snapshot.leaves if leaf.dtype is not None]
+        pairs = zip(of_arrays, map(np.asarray, snapshot.arrays[UNDIVIDED]), strict=True)
+        arrays = {path: array for path, array in pairs if array.size}  # orbax writes none without elements
+        items: dict[str, Any] = {"header": ocp.args.JsonSave({"json": snapshot.header([UNDIVIDED]).decode()})}
+        if arrays:  # nor an empty tree
             items["arrays"] = ocp.args.StandardSave(arrays)
         with self._manager() as manager:
-            if snapshot.number in manager.all_steps():  # made anew, because not all processes had made it
-                manager.delete(snapshot.number)
-            manager.save(snapshot.number, args=ocp.args.Composite(**items), force=True)
+            if number in manager.all_steps():  # made anew, because not all processes had made it
+                manager.delete(number)
+            manager.save(number, args=ocp.args.Composite(**items), force=True)
             manager.wait_until_finished()
 
     def newest_number(self) -> int:
-        """The number of the newest commit on disk; -1 if there is none."""
+        """The number of the newest commit on disk; 0 if there is none."""
         if not self.directory.is_dir():
-            return -1
+            return 0
         with self._manager() as manager:
-            number = manager.latest_step()
-        return -1 if number is None else number
+            return manager.latest_step() or 0
 
-    def read(self, number: int, values: Mapping[str, Any]) -> Snapshot:
-        """A commit on disk. Raises ValueError if it has another structure than the state's values."""
+    def read(self, number: int) -> Snapshot:
+        """A commit on disk. Raises RuntimeError if it is damaged."""
         import orbax.checkpoint as ocp
 
-        items: dict[str, Any] = {"others": ocp.args.JsonRestore()}
-        if (self.directory / str(number) / "arrays").is_dir():
+        folder = self.directory / str(number)
+        if not (folder / "header").is_dir():
+            raise RuntimeError(f"State(directory=...): {folder} is of another version of jax_ring, or no checkpoint")
+        items: dict[str, Any] = {"header": ocp.args.JsonRestore()}
+        if (folder / "arrays").is_dir():
             items["arrays"] = ocp.args.StandardRestore()
         with self._manager() as manager:
             restored = manager.restore(number, args=ocp.args.Composite(**items))
-        arrays, others = restored.get("arrays") or {}, restored["others"]
-        paths = path_texts(dict(values))
-        if set(paths) != {*arrays, *others}:
-            raise ValueError(
-                f"State(directory={str(self.directory)!r}): the checkpoint {number} there is of another state. The "
-                f"leaves that only one of them has are {sorted(set(paths) ^ {*arrays, *others})[:6]}. Pass another "
-                "directory, or remove this one."
-            )
-        leaves = [_leaf(arrays.get(path), others.get(path)) for path in paths]
-        return Snapshot(number, jax.tree.structure(dict(values)), leaves, 1, None)
+        snapshot, _ = Snapshot.of_header(str(restored["header"].get("json")).encode(), str(folder))
+        found = restored.get("arrays") or {}
+        arrays = snapshot.arrays[UNDIVIDED] = []
+        for leaf in snapshot.leaves:
+            if leaf.dtype is None:
+                continue
+            array = np.empty(leaf.shape, leaf.dtype) if 0 in leaf.shape else np.asarray(found.get(leaf.path))
+            if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+                raise RuntimeError(
+                    f"State(directory=...): {folder} is damaged: it has {array.dtype}{[*array.shape]} at {leaf.path} "
+                    f"instead of {leaf.dtype}{[*leaf.shape]}"
+                )
+            arrays.append(array)
+        return snapshot
 
     def _manager(self):
         """A manager that does not wait for other processes."""
@@ -101,17 +82,4 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=_KEPT, create=False, enable_async_checkpointing=False, multiprocessing_options=alone
         )
-        return ocp.CheckpointManager(self.directory, options=options, item_names=("arrays", "others"))
-
-
-def _leaf(array: Any, other: Any) -> Any:
-    """A leaf from its array, if that was written, and what else was."""
-    described = other if isinstance(other, dict) else {}  # a leaf is no dictionary
-    if "empty" in described:
-        shape, dtype = described["empty"]
-        array = np.empty(shape, jnp.dtype(dtype))
-    if array is None:
-        return other
-    array = np.asarray(array)
-    impl = described.get("random keys of")
-    return Typed(array, impl) if impl or "weak type" in described else array
+        return ocp.CheckpointManager(self.directory, options=options, item_names=("arrays", "header"))

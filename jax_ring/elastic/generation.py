@@ -1,36 +1,28 @@
-"""A generation as its members see it: meeting the others, what ends it, leaving it, entering the next."""
+"""A generation as its members see it: who they are, on which hosts, and how they exchange bytes."""
 
-import gc
 import itertools
 import json
-import logging
 import os
-import time
-import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_ring import _compat, foreign_errors, runtime
-from jax_ring.distributed import discovery, exit_notice
-from jax_ring.elastic.exchange import Exchange
-from jax_ring.launcher.coordinator.server import with_own_handler
-from jax_ring.launcher.protocol import HOSTS_VARIABLE, Control, Member
-from jax_ring.progress import notes
+from jax_ring import _compat, runtime
+from jax_ring.collectives import ring_all_gather, ring_broadcast, ring_pmax
+from jax_ring.launcher.protocol import HOSTS_VARIABLE, RESTART_VARIABLE, Control
 
-logger = logging.getLogger("jax_ring")
-
-_SLICE_SECONDS = 0.2
-# All processes enter a generation at the same time. One that takes longer than this has died or is stopped.
-_ENTRY_SECONDS = 20.0
-# After waiting this long for the others, a process asks the launcher whether one has died. It does not ask at once: a
-# new process may be waiting to join, and that is no reason to leave before the next commit.
-_PATIENCE_SECONDS = 1.0
+_AXIS = "processes"
+# Bytes of a process in one call. For a moment each process holds this much of every other process too.
+_MAX_CHUNK = 8 << 20
+_MIN_CHUNK = 4 << 10
 
 
 class Leave(BaseException):
-    """Ends `train` after a commit, so that a new process can join. No Exception, which `train` might catch."""
+    """Ends `train` after a commit, because the members change. No Exception, which `train` might catch."""
 
 
 class HostsOfProcesses:
@@ -42,19 +34,13 @@ class HostsOfProcesses:
     def __init__(self, firsts: tuple[int, ...], count: int) -> None:
         self._firsts, self._count = firsts, count
 
-    @classmethod
-    def of_launcher(cls, count: int) -> "HostsOfProcesses":
-        """The hosts of this job, as its launcher says; without hosts that come and go, one."""
-        given = os.environ.get(HOSTS_VARIABLE)
-        return cls(tuple(map(int, given.split(","))) if given else (0,), count)
-
     @property
     def has_several_hosts(self) -> bool:
         return len(self._firsts) > 1
 
-    def is_first(self, process: int) -> bool:
-        """Whether it is the first process of its host."""
-        return process in self._firsts
+    def first_beside(self, process: int) -> int:
+        """The first process on the host of a process."""
+        return max(first for first in self._firsts if first <= process)
 
     def keeper(self, owner: int) -> int:
         """The process on the next host that keeps a copy of a process's parts; on one host the process itself."""
@@ -69,19 +55,23 @@ class HostsOfProcesses:
 
 
 class Generation:
-    """The members of a job between two changes."""
+    """The members of a job between two changes. control: the connection to the launcher; None without one."""
 
-    def __init__(self, number: int, control: Control | None) -> None:
-        """number: from 0. control: the connection to the launcher; None for a single process without one."""
-        self.number, self.control = number, control
-        self.process = _compat.distributed_process()
-        self.num_processes = _compat.num_distributed_processes()
-        self.hosts = HostsOfProcesses.of_launcher(self.num_processes)
+    def __init__(self, control: Control | None) -> None:
+        self.number = int(os.environ.get(RESTART_VARIABLE, "0"))
+        self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
+        firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
+        self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)
+        self._control = control
         self._exchange: Exchange | None = None
         self._posts = itertools.count()
 
     @property
-    def exchange(self) -> Exchange:
+    def is_first_of_host(self) -> bool:
+        return self.hosts.first_beside(self.process) == self.process
+
+    @property
+    def exchange(self) -> "Exchange":
         """Exchanges bytes; its first use starts the backend, which waits for all processes."""
         if self._exchange is None:
             self._exchange = Exchange()
@@ -89,122 +79,126 @@ class Generation:
 
     def change_pending(self) -> bool:
         """Whether the launcher wants members to leave at their next commit."""
-        return self.control is not None and self.control.change_pending()
+        return self._control is not None and self._control.change_pending()
+
+    def leave(self, reason: str) -> NoReturn:
+        """Waits for the end of this process, which the launcher brings about."""
+        assert self._control is not None
+        self._control.leave(reason)
 
     def post(self, own: Any) -> list[Any]:
-        """Each process's post, by process: values for JSON. Waits for all.
+        """Each process's post, by process: values for JSON. Waits for all, without a backend.
 
-        Raises Leave if the launcher wants members to leave because another has died, and JaxRuntimeError if one does
-        not post within the deadline.
+        Raises RuntimeError if a process does not post within the deadline, or something else than JSON.
         """
-        index = next(self._posts)
         if self.num_processes == 1:
             return [json.loads(json.dumps(own))]
-        self.put(f"{index}/{self.process}", json.dumps(own).encode())
-        return [json.loads(self.get(f"{index}/{process}")) for process in range(self.num_processes)]
+        key = f"post/{next(self._posts)}"
+        self.put(f"{key}/{self.process}", json.dumps(own).encode())
+        posts = [self.get(f"{key}/{process}", process) for process in range(self.num_processes)]
+        try:
+            return [json.loads(each) for each in posts]
+        except (ValueError, RecursionError) as error:
+            raise RuntimeError(
+                f"jax_ring.elastic: another process has sent something else than JSON: {error}"
+            ) from None
 
     def put(self, key: str, value: bytes) -> None:
-        put, _ = _compat.key_value_store(_SLICE_SECONDS)
+        """Publishes a value for the other members."""
+        put, _ = _compat.key_value_store(runtime.timeout())
         put(f"jax_ring/elastic/{key}", value)
 
-    def get(self, key: str) -> bytes:
-        """Waits for a key's value. Raises the errors of `post`."""
-        _, get = _compat.key_value_store(_SLICE_SECONDS)
-        began = time.monotonic()
-        while True:
-            try:
-                return get(f"jax_ring/elastic/{key}")
-            except jax.errors.JaxRuntimeError:
-                waited = time.monotonic() - began
-                if waited > min(runtime.timeout(), _ENTRY_SECONDS):
-                    raise
-                if waited > _PATIENCE_SECONDS and self.change_pending():
-                    raise Leave("another process has ended before it had entered the generation") from None
+    def get(self, key: str, process: int) -> bytes:
+        """Waits for the value of a process. Raises RuntimeError if it does not come within the deadline."""
+        _, get = _compat.key_value_store(runtime.timeout())
+        try:
+            return get(f"jax_ring/elastic/{key}")
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                f"elastic.run: process {process} has not begun its function within {runtime.timeout():g} s; process "
+                f"{self.process} has. {runtime.TIMEOUT_VARIABLE} sets the time limit."
+            ) from error
 
 
-# ---- What ends a generation ------------------------------------------------------------------------------------------
+class Exchange:
+    """A mesh with one device of each process of a generation.
 
-
-def why_left(error: BaseException) -> str | None:
-    """Why an exception of `train` makes this process leave its generation; else None.
-
-    So does one raised while such an error was handled, unless `from None` or an exit.
+    All processes make the same calls in the same order. A call raises the collectives' errors if a process has died.
     """
-    if isinstance(error, Leave):
-        return str(error)
-    if not isinstance(error, Exception):
-        return None
-    for each in _chain(error):
-        # JAX chooses the type: awaiting a result raises ValueError.
-        if isinstance(each, jax.errors.JaxRuntimeError | ValueError) and _is_of_a_member(each):
-            return str(each)
-    return None
+
+    def __init__(self) -> None:
+        self.process, self.num_processes = jax.process_index(), jax.process_count()
+        first: dict[int, jax.Device] = {}
+        for device in sorted(jax.devices(), key=lambda device: device.id):
+            first.setdefault(device.process_index, device)
+        self._own = first[self.process]
+        self._mesh = Mesh([first[process] for process in range(self.num_processes)], (_AXIS,))
+        self._programs: dict = {}
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each of these 32-bit numbers over the processes."""
+
+        def elastic_most(x):
+            return ring_pmax(x, _AXIS)
+
+        return self._run(elastic_most, np.asarray([numbers], np.int32))[0].tolist()
+
+    def gather(self, own: np.ndarray, sizes: Sequence[int], wanted: Sequence[int]) -> dict[int, np.ndarray]:
+        """The bytes of some of the processes, which may differ between processes.
+
+        own: the bytes of this process, uint8. sizes: how many each process has.
+        """
+        assert len(own) == sizes[self.process]
+
+        def elastic_gather(x):
+            return ring_all_gather(x, _AXIS, tiled=True)
+
+        results = {process: np.empty(sizes[process], np.uint8) for process in wanted}
+        chunk = _chunk_of(max(sizes))
+        for start in range(0, max(sizes), chunk):
+            gathered = self._run(elastic_gather, _padded(own[start : start + chunk], chunk))
+            for process, result in results.items():
+                part = result[start : start + chunk]
+                part[:] = gathered[process, : len(part)]
+        return results
+
+    def broadcast(self, own: np.ndarray | None, size: int, root: int, *, is_wanted: bool) -> np.ndarray | None:
+        """The bytes of process `root`, where they are wanted.
+
+        own: these bytes, uint8, in that process.
+        """
+
+        def elastic_broadcast(x):
+            return ring_broadcast(x, _AXIS, root=root)
+
+        result = np.empty(size, np.uint8) if is_wanted else None
+        chunk = _chunk_of(size)
+        for start in range(0, size, chunk):
+            sent = own[start : start + chunk] if own is not None else np.empty(0, np.uint8)
+            received = self._run(elastic_broadcast, _padded(sent, chunk), root)[0]
+            if result is not None:
+                part = result[start : start + chunk]
+                part[:] = received[: len(part)]
+        return result
+
+    def _run(self, function, own: np.ndarray, *key) -> np.ndarray:
+        """This process's result of a function of one row per process."""
+        key = (function.__name__, own.shape, *key)
+        if key not in self._programs:
+            # No vma check: the result of the gather is the same everywhere, but its type does not say so.
+            mapped = jax.shard_map(function, mesh=self._mesh, in_specs=P(_AXIS), out_specs=P(), check_vma=False)
+            self._programs[key] = jax.jit(mapped)
+        shape = (self.num_processes, *own.shape[1:])
+        own_array = jax.device_put(own, self._own)
+        rows = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_AXIS)), [own_array])
+        return np.asarray(self._programs[key](rows).addressable_data(0))
 
 
-def _is_of_a_member(error: Exception) -> bool:
-    failure = runtime.failure_of(error)
-    if failure is not None:
-        return failure.code == "DEADLINE_EXCEEDED"
-    return foreign_errors.MEMBER_GONE.search(str(error)) is not None
+def _chunk_of(size: int) -> int:
+    return min(_MAX_CHUNK, max(_MIN_CHUNK, 1 << max(0, size - 1).bit_length()))
 
 
-def explain_dead(error: BaseException, generation: int) -> None:
-    """Adds advice where an object of an earlier generation was used."""
-    if generation and any(foreign_errors.DEAD.search(str(each)) for each in _chain(error)):
-        error.add_note(
-            f"jax_ring.elastic: this is generation {generation} of the job. Arrays, devices, meshes and jitted "
-            "functions over them that were made before it are dead. Make them inside the function that "
-            "jax_ring.elastic.run decorates, from the arrays in its state."
-        )
-
-
-def clear_frames(error: BaseException) -> None:
-    """Frees what an exception's frames hold, such as arrays."""
-    for each in _chain(error):
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ if error.__suppress_context__ else error.__context__
-
-
-# ---- From one to the next --------------------------------------------------------------------------------------------
-
-
-def leave(how: runtime.Departure) -> None:
-    """Drops all that this process has of its generation.
-
-    Other members need not be alive; those that wait for this one get an error with the reason.
-    """
-    backends = _compat.backends_alive()
-    exit_notice.abort(how)
-    runtime.detach_processes()
-    notes.leave()
-    discovery.forget()
-    _compat.detach_runtime()
-    gc.collect()
-    if any(backend() is not None for backend in backends):
-        logger.info(
-            "arrays or devices of an earlier generation are still referenced, by a global variable for example: they "
-            "hold memory, about 15 threads and 2 sockets"
-        )
-
-
-def enter(control: Control, after: int, reason: str) -> Generation:
-    """Waits to be a member of a later generation, and connects to the others.
-
-    Raises RuntimeError with the launcher's reason if there will be none.
-    """
-    member: Member = control.next_generation(after, reason)
-    while member.process_id < 0:
-        member = control.next_generation(member.generation, "it is a spare")
-    with with_own_handler():
-        _compat.connect_to_runtime(member.coordinator, member.num_processes, member.process_id, runtime.timeout())
-    discovery.publish()
-    notes.enter(member.generation)
-    return Generation(member.generation, control)
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+    row = np.zeros((1, size), np.uint8)
+    row[0, : len(x)] = x
+    return row

@@ -1,153 +1,144 @@
-"""Commits in memory that belongs to the launcher: where a job goes on from when processes are lost.
+"""Commits in memory that belongs to the launcher, from which the processes of the next generation go on.
 
 The launcher makes two anonymous files for each process of its host, which all processes there inherit. Each writes its
 commits into its own two in turn, so that one whole commit is always there. The memory is gone when the launcher and the
 processes are, however they end. In a job of several hosts each has what is not divided, and copies of parts of another.
-With keep='process' the files have the parts alone, of processes that have ended or are spares.
 """
 
 import os
-import pickle
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_ring.elastic.generation import Generation
-from jax_ring.elastic.snapshots import Have, Snapshot
-from jax_ring.launcher.protocol import KEPT_NAME, KEPT_VARIABLE, RESTART_VARIABLE
+from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
+from jax_ring.launcher import protocol
 
-_UNFINISHED, _ALL, _PARTS = b"\0", b"\1", b"\2"  # the first byte of a file
+# A file: the mark, which the launcher reads as well; the length of the header; the header; the sections that it names.
+_LENGTH = struct.Struct("<q")
+_BEGIN = protocol.KEPT_MARK.size + _LENGTH.size
 
 
 class CommitId(NamedTuple):
-    """A commit that some processes lack is made anew in another generation, or after another restart."""
+    """The newest commit is the largest: one that some processes lacked is made anew in a later generation."""
 
     number: int
-    restart: int
     generation: int
 
 
 class _Entry(NamedTuple):
-    """What a process has written of a commit, in front of its arrays."""
+    """What a file has."""
 
-    commit: CommitId  # which one
-    num_processes: int  # that have made it
-    # the snapshot without its arrays. None but in the first process of each host, which writes all that is not divided.
-    header: bytes | None
-    owners: tuple[int, ...] | None  # the processes whose parts of divided leaves follow; None if none is divided
+    snapshot: Snapshot  # without its arrays
+    sections: list[int]  # that follow
+    file: int
+    begin: int  # where they do
 
 
 class KeptCommits:
     """The memory of the launcher, for the processes of one job.
 
-    files: the descriptors, two for each process. slot: which of them are this process's. parts_only: whether nothing is
-    kept but the parts of divided leaves.
+    files: the descriptors, two for each process. slot: which of them are this process's.
     """
 
-    def __init__(self, files: Sequence[int], slot: int, parts_only: bool = False) -> None:
+    def __init__(self, files: Sequence[int], slot: int) -> None:
         self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
-        self.parts_only, self._mark = parts_only, _PARTS if parts_only else _ALL
+        self._last: CommitId | None = None  # which the next one must not overwrite: others may not have made that
 
     @classmethod
-    def of_launcher(cls, parts_only: bool = False) -> "KeptCommits | None":
+    def of_launcher(cls) -> "KeptCommits | None":
         """The memory of this process's launcher; None without one."""
-        if not (given := os.environ.get(KEPT_VARIABLE)):
+        if not (given := os.environ.get(protocol.KEPT_VARIABLE)):
             return None
         slot, *files = map(int, given.split(","))
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
-        return cls(files, slot, parts_only) if all(map(_is_kept_file, files)) else None
+        return cls(files, slot) if all(map(_is_kept_file, files)) else None
 
-    def write(self, snapshot: Snapshot, generation: Generation) -> None:
+    def write(self, number: int, snapshot: Snapshot, generation: Generation) -> None:
         """Keeps a commit: in the first process of a host what is not divided, and in each the parts that it has.
 
         Raises OSError if there is no memory for it.
         """
-        if self.parts_only and generation.hosts.has_several_hosts:
-            return  # each generation has new processes there, which have nothing to put the parts to
-        is_first = generation.hosts.is_first(generation.process) and not self.parts_only
-        if not is_first and snapshot.held is None:
+        sections = [each for each in snapshot.arrays if each != UNDIVIDED or generation.is_first_of_host]
+        if not sections:
             return
-        header = snapshot.header() if is_first else None
-        arrays = [*(snapshot.undivided() if is_first else ()), *map(snapshot.packed, snapshot.held or ())]
-        entry = _Entry(_id(snapshot.number, generation.number), snapshot.num_processes, header, snapshot.held)
-        with _opened(self._own[snapshot.number % 2], "r+b") as stream:
-            # A process that dies in between leaves a file that nobody reads.
-            stream.write(_UNFINISHED)
-            stream.flush()
-            pickle.dump(entry, stream)
-            for array in arrays:
-                stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        commit, header = CommitId(number, generation.number), snapshot.header(sections)
+        file = self._own[self._last is not None and _commit_of(self._own[0]) == self._last]
+        # A process that dies in between leaves a file that nobody reads.
+        protocol.write_mark(file, False, generation.number, number)
+        with _opened(file, "r+b") as stream:
+            stream.seek(protocol.KEPT_MARK.size)
+            stream.write(_LENGTH.pack(len(header)) + header)
+            for section in sections:
+                for data in snapshot.data(section):
+                    stream.write(data)
             stream.truncate()
-            stream.seek(0)
-            stream.write(self._mark)
+        protocol.write_mark(file, True, generation.number, number)
+        self._last = commit
 
-    def owners(self, number: int, made_in: int) -> set[int]:
-        """The processes whose parts of a commit in a generation are here."""
-        entries = self._entries().get(_id(number, made_in), [])
-        return {owner for entry, *_ in entries for owner in entry.owners or ()}
-
-    def with_parts(self, snapshot: Snapshot, made_in: int) -> Snapshot:
-        """A commit of a generation with the parts that are here."""
-        return _filled(snapshot, self._entries()[_id(snapshot.number, made_in)])
-
-    def forget_parts(self) -> None:
-        """Drops what this process has written, if that is parts alone."""
-        for file in self._own if self.parts_only else ():
-            os.ftruncate(file, 0)
-
-    def commits(self) -> dict[CommitId, Have]:
-        """What this host has of each commit, except of those without what is not divided."""
+    def commits(self) -> dict[CommitId, tuple[int, list[int]]]:
+        """What this host has of each commit: over how many processes it is divided, and which sections."""
         found = {}
-        for commit, entries in self._entries().items():
-            if (first := entries[0][0]).header is None:
-                continue
-            owners = sorted({owner for entry, *_ in entries for owner in entry.owners or ()})
-            found[commit] = Have(first.num_processes, None if first.owners is None else owners)
+        for commit in {commit for file in self._files if (commit := _commit_of(file)) is not None}:
+            entries = self._entries(commit)
+            sections = sorted({section for entry in entries for section in entry.sections})
+            found[commit] = entries[0].snapshot.num_parts, sections
         return found
 
-    def read(self, commit: CommitId, values: Mapping[str, Any]) -> Snapshot:
-        """One of `commits`, with the parts that are here. values: the state whose structure it must have."""
-        entries = self._entries()[commit]
-        header = entries[0][0].header
-        assert header is not None
-        return _filled(Snapshot.of_header(header, values, 0, 0), entries)
+    def read(self, commit: CommitId) -> Snapshot:
+        """One of `commits`, with the sections that are here. It stays until another has been written after it."""
+        self._last = commit
+        entries = self._entries(commit)
+        # Values that are no arrays are those of the first process.
+        snapshot = min(entries, key=lambda entry: UNDIVIDED not in entry.sections).snapshot
+        for entry in entries:
+            with _opened(entry.file, "rb") as stream:
+                stream.seek(entry.begin)
+                for section in entry.sections:
+                    data = np.empty(snapshot.num_bytes(section), np.uint8)
+                    if stream.readinto(data) < len(data):
+                        raise RuntimeError(f"jax_ring.elastic: {_name(commit)} has become shorter")
+                    snapshot.unpack([section], data)
+        return snapshot
 
-    def _entries(self) -> dict[CommitId, list[tuple[_Entry, int, int]]]:
-        """The entries of each commit with their files and where arrays begin there; any with a header first."""
-        found: dict[CommitId, list[tuple[_Entry, int, int]]] = {}
+    def _entries(self, commit: CommitId) -> list[_Entry]:
+        """The files of a commit. Raises RuntimeError if one is damaged."""
+        entries: list[_Entry] = []
         for file in self._files:
+            if _commit_of(file) != commit:
+                continue
             with _opened(file, "rb") as stream:
-                if stream.read(1) == self._mark:
-                    entry: _Entry = pickle.load(stream)
-                    found.setdefault(entry.commit, []).append((entry, file, stream.tell()))
-        for entries in found.values():
-            entries.sort(key=lambda each: each[0].header is None)
-        return found
+                size = os.fstat(file).st_size
+                stream.seek(protocol.KEPT_MARK.size)
+                length = int.from_bytes(stream.read(_LENGTH.size), "little", signed=True)
+                if not 0 < length <= size - _BEGIN:
+                    raise RuntimeError(
+                        f"jax_ring.elastic: {_name(commit)} is damaged: {length} bytes of header, in a file of {size}"
+                    )
+                snapshot, sections = Snapshot.of_header(stream.read(length), _name(commit))
+            lacking = _BEGIN + length + sum(map(snapshot.num_bytes, sections)) - size
+            if lacking or (entries and not snapshot.is_alike(entries[0].snapshot)):
+                why = f"it ends {lacking} bytes too early" if lacking else "the processes have written different leaves"
+                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} is damaged: {why}")
+            entries.append(_Entry(snapshot, sections, file, _BEGIN + length))
+        return entries
 
 
-def _id(number: int, made_in: int) -> CommitId:
-    return CommitId(number, int(os.environ.get(RESTART_VARIABLE, "0")), made_in)
+def _name(commit: CommitId) -> str:
+    return f"commit {commit.number} of generation {commit.generation}, in the launcher's memory,"
 
 
-def _filled(snapshot: Snapshot, entries: Sequence[tuple[_Entry, int, int]]) -> Snapshot:
-    """A commit with what its entries have."""
-    parts = {}
-    for entry, file, begin in entries:
-        with _opened(file, "rb") as stream:
-            stream.seek(begin)
-            if entry.header is not None:
-                for array in snapshot.undivided():
-                    _fill(array, stream)
-            for owner in entry.owners or ():
-                parts[owner] = np.empty(snapshot.num_bytes(owner), np.uint8)
-                _fill(parts[owner], stream)
-    return snapshot.with_parts(parts) if parts else snapshot
+def _commit_of(file: int) -> CommitId | None:
+    """The commit in a file; None if none is whole."""
+    mark = protocol.read_mark(file)
+    return CommitId(number=mark[1], generation=mark[0]) if mark is not None else None
 
 
 def _is_kept_file(file: int) -> bool:
     try:
-        return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{KEPT_NAME}")
+        return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{protocol.KEPT_NAME}")
     except OSError:
         return False
 
@@ -155,9 +146,3 @@ def _is_kept_file(file: int) -> bool:
 def _opened(file: int, mode: str) -> Any:
     """A file with a position of its own: those who inherit a descriptor share one."""
     return open(f"/proc/self/fd/{file}", mode)
-
-
-def _fill(array: np.ndarray, stream: Any) -> None:
-    count = stream.readinto(array.reshape(-1).view(np.uint8))
-    if count < array.nbytes:
-        raise OSError(f"jax_ring.elastic: a kept commit ends {array.nbytes - count} bytes too early")

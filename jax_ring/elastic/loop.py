@@ -1,7 +1,6 @@
-"""`run`: calls a training function anew when the processes have changed."""
+"""`run`: calls a training function with the newest commit, in each generation of a job."""
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,24 +8,10 @@ from typing import Any
 import jax
 
 from jax_ring import _compat
-from jax_ring.distributed import exit_notice
-from jax_ring.elastic.generation import Generation, Leave, clear_frames, enter, explain_dead, leave, why_left
+from jax_ring.elastic.generation import Generation, Leave
 from jax_ring.elastic.state import State
-from jax_ring.launcher.protocol import (
-    CONTROL_VARIABLE,
-    GENERATION_VARIABLE,
-    HOSTS_VARIABLE,
-    JOIN_VARIABLE,
-    Control,
-)
+from jax_ring.launcher.protocol import CONTROL_VARIABLE, Control
 from jax_ring.options import check_function, integer
-from jax_ring.runtime import Departure
-
-logger = logging.getLogger("jax_ring")
-
-# Generations in a row without a commit and without a change of members. After so many, the program fails, not a
-# process.
-_MAX_FRUITLESS = 3
 
 _is_called = False  # an elastic function, in a job
 
@@ -43,12 +28,12 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
 
         train(state)
 
-    The function's first argument is a `State`. When a process is killed, is stopped, hangs or fails, the others form
-    a new group, take the newest commit that all have, as arrays of numpy, and call the function again. Anything else of
-    JAX made before is dead, so make it inside (docs/elastic.md).
+    The function's first argument is a `State`. When a process is killed, is stopped, hangs or fails, the launcher ends
+    the others and starts new ones, which run the script from its beginning, and call the function with the newest
+    commit, as arrays of numpy. So they do when a host joins.
 
-    Any other exception is a failure of this process: it is raised, and the others go on. Start the program with `python
-    -m jax_ring.launch`; a single process without it just calls the function, without `jax.distributed.initialize()`.
+    Start the program with `python -m jax_ring.launch`; a single process without it just calls the function, without
+    `jax.distributed.initialize()`.
 
     Args:
       min_processes: with fewer the job ends with an error.
@@ -75,14 +60,15 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                     f"elastic.run: {train.__name__} takes a jax_ring.elastic.State as its first argument, got "
                     f"{type(state).__name__}"
                 )
-            if os.environ.get(HOSTS_VARIABLE) and not state.outlives_processes:
-                raise ValueError(
-                    "elastic.run: in a job of --nnodes MIN:MAX other processes are started when hosts come or go, and "
-                    "this state is only in the memory of processes. Make it as State(keep='host', ...), or with "
-                    "directory= and every=."
-                )
-            control = _enlisted(min_processes, num_shards)
-            return _loop(functools.partial(train, state, *args, **kwargs), state, control, min_processes, num_shards)
+            generation = Generation(_enlisted(min_processes, num_shards))
+            try:
+                state._enter(generation)
+                return train(state, *args, **kwargs)
+            except Leave as error:
+                reason = str(error)
+            finally:
+                state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
+            generation.leave(reason)
 
         return elastic_train
 
@@ -103,7 +89,7 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
             f"elastic.run: this program has {count} processes, and no launcher that would say which of them are left. "
             f"Start it with: python -m jax_ring.launch -n {count} script.py"
         )
-    if not _compat.is_distributed() and not os.environ.get(JOIN_VARIABLE):
+    if not _compat.is_distributed():
         raise RuntimeError("elastic.run: call jax.distributed.initialize() first, before any other use of JAX")
     multiple_of = None
     if num_shards is not None:
@@ -122,64 +108,17 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
     global _is_called
     if _is_called:
         raise RuntimeError(
-            "elastic.run: this program has called an elastic function before, and a job has one call: a process "
-            "that joins runs the script from its beginning. Do all of the training in one function, with one State."
+            "elastic.run: this program has called an elastic function before, and a job has one call: new processes "
+            "run the script from its beginning. Do all of the training in one function, with one State."
         )
     control = Control.connect()
     control.enlist(min_processes=min_processes, multiple_of=multiple_of)
     _is_called = True
+    count = _compat.num_distributed_processes()
+    # The launcher forms the first generation before the processes tell what they need.
+    if count < min_processes or (multiple_of is not None and multiple_of % count):
+        control.leave(
+            f"{count} processes with {count * jax.local_device_count()} devices do not suit "
+            f"min_processes={min_processes}, num_shards={num_shards}"
+        )
     return control
-
-
-def _first_generation(state: State, control: Control | None) -> Generation:
-    """The generation of `jax.distributed.initialize()`, or for a new process the next.
-
-    A new process has run the script so far alone: nobody waits for its imports and data.
-    """
-    if control is not None and os.environ.pop(JOIN_VARIABLE, ""):
-        return _next_generation(state, control, -1, "it is new", Departure("has joined others"))
-    return Generation(int(os.environ.get(GENERATION_VARIABLE, "0")), control)
-
-
-def _next_generation(state: State, control: Control, after: int, reason: str, how: Departure) -> Generation:
-    state._leave()
-    leave(how)
-    return enter(control, after, reason)
-
-
-def _loop(
-    train: Callable[[], Any], state: State, control: Control | None, min_processes: int, num_shards: int | None
-) -> Any:
-    """Calls `train` once per generation until it returns or raises its own error."""
-    fruitless = 0
-    generation = _first_generation(state, control)
-    while True:
-        number, count, at_entry = generation.number, generation.num_processes, state.commits
-        try:
-            newcomers = state._enter(generation)
-            at_entry = state.commits
-            if newcomers:
-                fruitless = 0
-            # The launcher forms the first generation before the processes tell what they need.
-            if control is not None and (count < min_processes or (num_shards or 0) % jax.device_count()):
-                raise Leave(
-                    f"{count} processes with {jax.device_count()} devices do not suit min_processes={min_processes}, "
-                    f"num_shards={num_shards}"
-                )
-            result = train()
-            state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
-            return result
-        except BaseException as error:
-            reason = why_left(error)
-            if control is None or reason is None or fruitless == _MAX_FRUITLESS:
-                explain_dead(error, number)
-                raise
-            is_failure = isinstance(error, Exception)
-            how = exit_notice.departure_by(error) if is_failure else Departure("has left for new members")
-            clear_frames(error)
-        # Not in the handler: it refers to the exception, and so to arrays.
-        logger.info("leaving generation %d: %s", number, reason)
-        made_commits = state.commits > at_entry
-        del generation
-        generation = _next_generation(state, control, number, reason, how)
-        fruitless = 0 if made_commits or generation.num_processes != count else fruitless + 1

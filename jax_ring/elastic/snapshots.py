@@ -1,13 +1,14 @@
-"""Host copies of a state: whole arrays, and parts of divided ones."""
+"""A commit as one process has it, and its header: JSON that says what its arrays are, checked before it is believed."""
 
-import copy
 import dataclasses
-import itertools
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat
@@ -15,224 +16,284 @@ from jax_ring.options import path_texts
 
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
 
+# A snapshot's arrays come in sections: what is not divided over the processes, and by process its parts of what is.
+UNDIVIDED = -1
+_DTYPES = {
+    str(each.dtype): each.dtype for each in vars(jnp).values() if isinstance(getattr(each, "dtype", 0), np.dtype)
+}
+_MAX_BITS = 8192  # of an integer; Python refuses texts of much longer ones
+_MAX_DIMENSIONS = 32
+_MAX_PROCESSES = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)  # not a tuple: JAX would treat it as a tree
-class Typed:
-    """An array whose type numpy has not: the bits of random keys, or values of a weak type."""
+class Leaf:
+    """A leaf of a state, without its array."""
 
-    array: Any
-    key_impl: str | None  # the generator; None for a weak type
+    path: str
+    value: bool | int | float | str | None = None  # of one that is no array
+    dtype: np.dtype | None = None  # None if it is no array
+    shape: tuple[int, ...] = ()  # of the whole array
+    boxes: tuple[tuple[Box, ...], ...] | None = None  # by process, where its parts are; None if it is not divided
+    key: str | None = None  # the generator of random keys, whose bits the array has
+    weak: bool = False  # whether JAX's type is weak
 
+    def shapes(self, section: int) -> list[tuple[int, ...]]:
+        """The shapes of its arrays in a section."""
+        if self.dtype is None or (self.boxes is None) != (section == UNDIVIDED):
+            return []
+        boxes = self.boxes[section] if self.boxes is not None else [[(0, size) for size in self.shape]]
+        return [tuple(stop - start for start, stop in box) for box in boxes]
 
-class Divided(NamedTuple):
-    """An array divided over the devices of several processes."""
-
-    shape: tuple[int, ...]  # of the whole array
-    dtype: np.dtype
-    boxes: tuple[tuple[Box, ...], ...]  # by process, where its parts are
-    parts: dict[int, list[np.ndarray]]  # by process, those that are here
-
-    @classmethod
-    def of(cls, x: jax.Array, process: int, num_processes: int) -> "Divided":
-        """Copies of this process's parts."""
-        owners: dict[Box, int] = {}
-        device: Any
-        for device, index in x.sharding.devices_indices_map(x.shape).items():
-            box = tuple(slice_.indices(size)[:2] for slice_, size in zip(index, x.shape, strict=True))
-            owners[box] = min(owners.get(box, num_processes), device.process_index)
-        boxes = tuple(tuple(sorted(box for box in owners if owners[box] == p)) for p in range(num_processes))
-        here = {
-            tuple(slice_.indices(size)[:2] for slice_, size in zip(shard.index, x.shape, strict=True)): shard
-            for shard in x.addressable_shards
-        }
-        own = [np.array(here[box].data) for box in boxes[process]]
-        return cls(x.shape, np.dtype(x.dtype), boxes, {process: own})
-
-    def num_bytes(self, process: int) -> int:
-        """The bytes of a process's parts."""
-        sizes = (int(np.prod([stop - start for start, stop in box])) for box in self.boxes[process])
-        return sum(sizes) * self.dtype.itemsize
-
-    def unpack(self, process: int, data: np.ndarray) -> None:
-        shapes = [[stop - start for start, stop in box] for box in self.boxes[process]]
-        parts = cut(data, [int(np.prod(shape)) * self.dtype.itemsize for shape in shapes])
-        self.parts[process] = [part.view(self.dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def whole(self) -> np.ndarray:
-        """The array; all parts must be here."""
-        result = np.empty(self.shape, self.dtype)
-        for process, boxes in enumerate(self.boxes):
-            for box, part in zip(boxes, self.parts[process], strict=True):
-                result[tuple(slice(*ends) for ends in box)] = part
-        return result
-
-
-class _Empty(NamedTuple):
-    """Stands for an array in a header."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-class Snapshot(NamedTuple):
-    """A commit, as one process keeps it."""
-
-    number: int  # of earlier commits
-    structure: Any  # that of the dictionary of trees
-    leaves: list[Any]  # arrays of numpy, `Divided`, `Typed` with either, and copies of anything else
-    num_processes: int  # over which leaves are divided
-    held: tuple[int, ...] | None  # the processes whose parts are here; None if no leaf is divided
+    def to_json(self) -> dict[str, Any]:
+        if self.dtype is None:
+            return {"path": self.path, "value": self.value}
+        more = {name: value for name in ("boxes", "key", "weak") if (value := getattr(self, name))}
+        return {"path": self.path, "dtype": str(self.dtype), "shape": self.shape, **more}
 
     @classmethod
-    def of(cls, trees: Mapping[str, Any], number: int, process: int, num_processes: int) -> "Snapshot":
-        """Copies a state to host memory, once it is computed. Raises TypeError if Python cannot copy a leaf."""
-        leaves, structure = jax.tree.flatten(dict(trees))
-        copies: list[Any] = []
-        for leaf in leaves:
-            try:
-                copies.append(_copied(leaf, process, num_processes))
-            except TypeError as error:
-                path = path_texts(dict(trees))[len(copies)]
-                raise TypeError(
-                    f"State: the leaf at {path}, a {type(leaf).__name__}, cannot be copied ({error}). Make "
-                    "what cannot be copied in train, an iterator of data from the step for example."
-                ) from error
-        held = (process,) if any(isinstance(array_of(leaf), Divided) for leaf in copies) else None
-        return cls(number, structure, copies, num_processes, held)
+    def of_json(cls, found: Any, num_processes: int) -> "Leaf":
+        """Raises ValueError if it is none of that many processes."""
+        check(type(found) is dict and type(found.get("path")) is str, f"{found!r:.80} is no leaf")
+        path = found["path"]
+        if "value" in found:
+            check(set(found) == {"path", "value"} and _is_value(found["value"]), f"{path} is no value")
+            return cls(path, found["value"])
+        extra = set(found) - {"path", "dtype", "shape", "boxes", "key", "weak"}
+        check(not extra, f"{path} has {sorted(extra)!r:.80}")
+        name, shape, boxes, key, weak = map(found.get, ("dtype", "shape", "boxes", "key", "weak"))
+        check(type(name) is str and name in _DTYPES, f"{path} has the dtype {name!r:.80}")
+        is_shape = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(map(is_count, shape))
+        check(is_shape, f"{path} has the shape {shape!r:.80}")
+        check(key is None or type(key) is str, f"{path} has keys of {key!r:.80}")
+        check(weak in (None, True), f"{path} has the weak type {weak!r:.80}")
+        if boxes is not None:
+            check(type(boxes) is list and len(boxes) == num_processes, f"{path} is not of {num_processes} processes")
+            boxes = tuple(tuple(_box(box, shape, path) for box in _list(each, path)) for each in boxes)
+        leaf = cls(path, None, _DTYPES[name], tuple(shape), boxes, key, bool(weak))
+        check(_size(leaf.shape, 1) * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
+        if boxes is not None:
+            size = sum(_size(shape) for process in range(num_processes) for shape in leaf.shapes(process))
+            check(size == _size(leaf.shape), f"the parts of {path} have {size} of {_size(leaf.shape)} elements")
+        if key is not None:
+            bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
+        return leaf
+
+
+class Snapshot:
+    """What a process has of a commit.
+
+    arrays: by section, those of all leaves, and of one leaf by its boxes; of numpy or JAX. num_processes: over which
+    leaves are divided.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf], num_processes: int, arrays: dict[int, list[Any]]) -> None:
+        self.leaves, self.num_processes, self.arrays = list(leaves), num_processes, arrays
 
     @classmethod
-    def of_header(cls, header: bytes, values: Mapping[str, Any], process: int, root: int) -> "Snapshot":
-        """The snapshot of a header, with arrays to be filled, in the structure of this process's state.
+    def of(cls, trees: Mapping[str, Any], process: int, num_processes: int) -> "Snapshot":
+        """A state's arrays, not copied. Raises TypeError if a leaf cannot be kept."""
+        leaves: list[Leaf] = []
+        undivided: list[Any] = []
+        own: list[Any] = []
+        for path, leaf in zip(path_texts(dict(trees)), jax.tree.leaves(dict(trees)), strict=True):
+            described, arrays = _described(path, leaf, process, num_processes)
+            leaves.append(described)
+            (undivided if described.boxes is None else own).extend(arrays)
+        is_divided = any(leaf.boxes is not None for leaf in leaves)
+        return cls(leaves, num_processes, {UNDIVIDED: undivided} | ({process: own} if is_divided else {}))
 
-        values: that state. process, root: this process, and the one whose header it is. Raises RuntimeError if it is
-        of a state with other leaves.
+    @classmethod
+    def of_header(cls, header: bytes, where: str) -> tuple["Snapshot", list[int]]:
+        """The snapshot of a header, without arrays, and the sections that follow it.
+
+        where: it comes from, for the RuntimeError if it is not one.
         """
-        number, paths, leaves, num_processes, is_divided = pickle.loads(header)
-        own = path_texts(dict(values))
-        if own != paths:
-            difference = sorted(set(own) ^ set(paths))
-            raise RuntimeError(
-                f"jax_ring.elastic: the state of this process, {process}, has other leaves than that of process "
-                f"{root}: {', '.join(difference[:6]) or 'in another order'}. All processes must make the state in the "
-                "same way, and its trees keep their structure."
-            )
-
-        def with_empty(leaf):
-            array = array_of(leaf)
-            return with_array(leaf, np.empty(array.shape, array.dtype)) if isinstance(array, _Empty) else leaf
-
-        structure = jax.tree.structure(dict(values))
-        return cls(number, structure, [*map(with_empty, leaves)], num_processes, () if is_divided else None)
-
-    def header(self) -> bytes:
-        """The snapshot without its arrays: what is sent or kept before the arrays themselves.
-
-        Raises RuntimeError if a leaf that is no array cannot be pickled.
-        """
-
-        def without_array(leaf):
-            array = array_of(leaf)
-            if isinstance(array, Divided):
-                return with_array(leaf, array._replace(parts={}))
-            return with_array(leaf, _Empty(array.shape, array.dtype)) if isinstance(array, np.ndarray) else leaf
-
-        leaves = [*map(without_array, self.leaves)]
-        paths = self.paths()
         try:
-            return pickle.dumps((self.number, paths, leaves, self.num_processes, self.held is not None))
-        except Exception as error:
-            kinds = sorted({type(array_of(leaf)).__name__ for leaf in self.leaves} - {"ndarray", "Divided"})
+            found = json.loads(header)
+            check(type(found) is dict and set(found) == {"processes", "sections", "leaves"}, "it is no header")
+            count, sections = found["processes"], found["sections"]
+            check(is_count(count) and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
+            leaves = [Leaf.of_json(each, count) for each in _list(found["leaves"], "it")]
+            snapshot = cls(leaves, count, {})
+            check_sections(sections, snapshot.num_parts)
+            sizes = sum(map(snapshot.num_bytes, (UNDIVIDED, *range(snapshot.num_parts))))
+            check(sizes <= _memory(), f"its {sizes} bytes are more than this host's memory")
+        except (ValueError, TypeError, RecursionError) as error:  # JAX's as well
             raise RuntimeError(
-                "jax_ring.elastic: a leaf of the state cannot be sent to a new process: it is no array, and cannot be "
-                f"pickled ({error}). The leaves that are no arrays have the types {', '.join(kinds)}."
+                f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {error}"
             ) from error
+        return snapshot, sections
 
-    def paths(self) -> list[str]:
-        return path_texts(jax.tree.unflatten(self.structure, range(len(self.leaves))))
+    def header(self, sections: Sequence[int] = ()) -> bytes:
+        """What is sent or kept before the bytes of sections."""
+        leaves = [leaf.to_json() for leaf in self.leaves]
+        return json.dumps({"processes": self.num_processes, "sections": [*sections], "leaves": leaves}).encode()
 
-    def divided(self) -> list[Divided]:
-        return [array for leaf in self.leaves if isinstance(array := array_of(leaf), Divided)]
+    @property
+    def num_parts(self) -> int:
+        """The number of processes that have parts; 0 if no leaf is divided."""
+        return self.num_processes if any(leaf.boxes is not None for leaf in self.leaves) else 0
 
-    def undivided(self) -> list[np.ndarray]:
-        return [array for leaf in self.leaves if isinstance(array := array_of(leaf), np.ndarray)]
+    def num_bytes(self, section: int) -> int:
+        return sum(_size(shape) * dtype.itemsize for dtype, shape in self._types(section))
 
-    def num_bytes(self, process: int) -> int:
-        return sum(leaf.num_bytes(process) for leaf in self.divided())
+    def data(self, section: int) -> Iterator[np.ndarray]:
+        """The bytes of a section, which must be here: those of one array after the other."""
+        return (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays[section])
 
-    def packed(self, process: int) -> np.ndarray:
-        """The bytes of a process's parts, which must be here."""
-        return joined([part for leaf in self.divided() for part in leaf.parts[process]])
+    def packed(self, sections: Iterable[int]) -> np.ndarray:
+        """The bytes of sections, one after the other."""
+        return np.concatenate([np.empty(0, np.uint8), *(data for section in sections for data in self.data(section))])
 
-    def with_parts(self, received: Mapping[int, np.ndarray]) -> "Snapshot":
-        """With other processes' parts, from their bytes."""
-        leaves = self.divided()
-        for process, data in received.items():
-            parts = cut(data, [leaf.num_bytes(process) for leaf in leaves])
-            for leaf, own in zip(leaves, parts, strict=True):
-                leaf.unpack(process, own)
-        return self._replace(held=tuple(sorted({*(self.held or ()), *received})))
+    def unpack(self, sections: Iterable[int], data: np.ndarray) -> None:
+        """Takes sections from their bytes."""
+        begin = 0
+        for section in sections:
+            arrays = self.arrays[section] = []
+            for dtype, shape in self._types(section):
+                end = begin + _size(shape) * dtype.itemsize
+                arrays.append(data[begin:end].view(dtype).reshape(shape))
+                begin = end
 
-    def whole(self) -> "Snapshot":
-        """With no leaf divided; all parts must be here."""
-        leaves = [with_array(leaf, a.whole()) if isinstance(a := array_of(leaf), Divided) else leaf
-                  for leaf in self.leaves]  # fmt: skip
-        return self._replace(leaves=leaves, held=None)
+    def is_alike(self, other: "Snapshot") -> bool:
+        """Whether the leaves differ in nothing but values that are no arrays."""
+        ours, theirs = ([dataclasses.replace(leaf, value=None) for leaf in each.leaves] for each in (self, other))
+        return ours == theirs
 
-    def trees(self) -> dict[str, Any]:
-        """The trees, with writable arrays of numpy and JAX's random keys; no leaf may be divided."""
-        return jax.tree.unflatten(self.structure, [_for_user(leaf) for leaf in self.leaves])
+    def undivided(self) -> "Snapshot":
+        """The same with no leaf divided; all sections must be here."""
+        arrays = [array for array in self._whole() if array is not None]
+        return Snapshot([dataclasses.replace(leaf, boxes=None) for leaf in self.leaves], 1, {UNDIVIDED: arrays})
 
-    def trees_without_backend(self) -> dict[str, Any]:
-        """The trees without JAX, from which a snapshot can be made; `Lost` for divided leaves."""
-        leaves = [Lost() if isinstance(array_of(leaf), Divided) else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
+    def trees(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies for the user: writable arrays of numpy, and JAX's random keys and weak types.
 
+        values: trees of the structure. All sections must be here.
+        """
+        pairs = zip(self.leaves, self._whole(), strict=True)
+        return jax.tree.unflatten(jax.tree.structure(dict(values)), [_for_user(*each) for each in pairs])
 
-class Have(NamedTuple):
-    """What others need to know of a process's or a host's snapshot."""
+    def paths_not_in_both(self, values: Mapping[str, Any]) -> str:
+        """Which leaves a state and this snapshot do not both have; empty if they have the same ones."""
+        ours, theirs = [leaf.path for leaf in self.leaves], path_texts(dict(values))
+        if ours == theirs:
+            return ""
+        return ", ".join(sorted(set(ours) ^ set(theirs))[:6]) or "the same, in another order"
 
-    num_processes: int  # over which its divided leaves are divided
-    held: Sequence[int] | None  # the processes whose parts it has; None if no leaf is divided
+    def _types(self, section: int) -> Iterator[tuple[np.dtype, tuple[int, ...]]]:
+        """The types of the arrays of a section."""
+        return ((leaf.dtype, shape) for leaf in self.leaves if leaf.dtype is not None for shape in leaf.shapes(section))
 
-
-def array_of(leaf: Any) -> Any:
-    """The array of a leaf, or the leaf."""
-    return leaf.array if isinstance(leaf, Typed) else leaf
-
-
-def with_array(leaf: Any, array: Any) -> Any:
-    return dataclasses.replace(leaf, array=array) if isinstance(leaf, Typed) else array
-
-
-def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    return np.concatenate(flat) if flat else np.empty(0, np.uint8)
-
-
-def cut(data: np.ndarray, sizes: Iterable[int]) -> list[np.ndarray]:
-    """The inverse of `joined`."""
-    return [data[begin:end] for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
-
-
-def _copied(leaf: Any, process: int, num_processes: int) -> Any:
-    if isinstance(leaf, jax.Array):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            bits = _copied(jax.random.key_data(leaf), process, num_processes)
-            return Typed(bits, str(jax.random.key_impl(leaf)))
-        if leaf.is_fully_addressable or leaf.is_fully_replicated:
-            array: Any = np.array(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
-        else:
-            array = Divided.of(leaf, process, num_processes)
-        return Typed(array, None) if leaf.weak_type else array
-    return np.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else copy.deepcopy(leaf)
+    def _whole(self) -> Iterator[np.ndarray | None]:
+        """The whole array of each leaf; None for a value."""
+        following = {section: iter(arrays) for section, arrays in self.arrays.items()}
+        for leaf in self.leaves:
+            if leaf.dtype is None:
+                yield None
+            elif leaf.boxes is None:
+                yield np.asarray(next(following[UNDIVIDED]))
+            else:
+                whole = np.empty(leaf.shape, leaf.dtype)
+                for process, boxes in enumerate(leaf.boxes):
+                    for box in boxes:
+                        whole[tuple(slice(*ends) for ends in box)] = next(following[process])
+                yield whole
 
 
-class Lost:
-    """A divided leaf lost before the first commit."""
+def _described(path: str, leaf: Any, process: int, num_processes: int) -> tuple[Leaf, list[Any]]:
+    """A leaf of a state, and what this process has of it."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    key = None
+    if is_array and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    if not is_array and _is_value(leaf):
+        return Leaf(path, leaf), []
+    if not is_array or str(leaf.dtype) not in _DTYPES:
+        kind = f"{type(leaf).__name__} of {leaf.dtype}" if is_array else type(leaf).__name__
+        raise TypeError(
+            f"State: the leaf at {path}, a {kind}, cannot be kept: leaves are arrays of JAX's types, random keys, and "
+            "Python's bool, int, float and str. Convert it, to an array of numpy for example, or make it in train, as "
+            "an iterator of data from the step."
+        )
+    weak = key is None and getattr(leaf, "weak_type", False)
+    described = Leaf(path, None, np.dtype(leaf.dtype), tuple(leaf.shape), None, key, weak)
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return described, [leaf]
+    if leaf.is_fully_replicated:
+        return described, [leaf.addressable_data(0)]
+    boxes, own = _divided(leaf, process, num_processes)
+    return dataclasses.replace(described, boxes=boxes), own
 
 
-def _for_user(leaf: Any) -> Any:
-    if isinstance(leaf, Typed):
-        impl = leaf.key_impl
-        return jax.random.wrap_key_data(leaf.array, impl=impl) if impl else _compat.weakly_typed(leaf.array)
-    return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
+def _divided(x: jax.Array, process: int, num_processes: int) -> tuple[tuple[tuple[Box, ...], ...], list[jax.Array]]:
+    """Where the parts of each process are, and this process's."""
+
+    def box_of(index: tuple[slice, ...]) -> Box:
+        return tuple(each.indices(size)[:2] for each, size in zip(index, x.shape, strict=True))
+
+    owners: dict[Box, int] = {}
+    device: Any
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+        box = box_of(index)
+        owners[box] = min(owners.get(box, num_processes), device.process_index)
+    boxes = tuple(tuple(sorted(box for box in owners if owners[box] == p)) for p in range(num_processes))
+    here = {box_of(shard.index): shard.data for shard in x.addressable_shards}
+    return boxes, [here[box] for box in boxes[process]]
+
+
+def _for_user(leaf: Leaf, array: np.ndarray | None) -> Any:
+    if array is None:
+        return leaf.value
+    if leaf.key is not None:
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.key)
+    return _compat.weakly_typed(np.array(array)) if leaf.weak else np.array(array)
+
+
+# ---- What is checked -------------------------------------------------------------------------------------------------
+
+
+def check(condition: bool, text: str) -> None:
+    """Raises ValueError unless a condition holds of what another process has sent or written."""
+    if not condition:
+        raise ValueError(text)
+
+
+def is_count(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def check_sections(sections: Any, num_parts: int) -> None:
+    """Raises ValueError unless these are sections of a snapshot with so many parts, each once."""
+    known = type(sections) is list and all(type(each) is int and UNDIVIDED <= each < num_parts for each in sections)
+    check(known and len({*sections}) == len(sections), f"its sections are {sections!r:.80}")
+
+
+def _is_value(x: Any) -> bool:
+    """Whether JSON keeps it exactly."""
+    return type(x) in (bool, float, str) or (type(x) is int and x.bit_length() <= _MAX_BITS)
+
+
+def _list(x: Any, path: str) -> list:
+    check(type(x) is list, f"{path} has {x!r:.80} for a list")
+    return x
+
+
+def _box(box: Any, shape: Sequence[int], path: str) -> Box:
+    pairs = [each for each in box if type(each) is list and len(each) == 2] if type(box) is list else []
+    check(len(pairs) == len(shape) == len(box) and all(
+        is_count(start) and is_count(stop) and start <= stop <= size
+        for (start, stop), size in zip(pairs, shape, strict=True)
+    ), f"a part of {path}, of the shape {shape}, is at {box!r:.80}")  # fmt: skip
+    return tuple((start, stop) for start, stop in pairs)
+
+
+def _size(shape: Sequence[int], least: int = 0) -> int:
+    """The number of elements. least: the least size of a dimension that counts."""
+    return math.prod(max(each, least) for each in shape)
+
+
+def _memory() -> int:
+    """The bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,17 +12,18 @@ import select
 import socket
 import struct
 import threading
-import time
 from typing import Any, NoReturn, Self
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
-PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process; a replacement has a new one
+PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process, never used again
 GENERATION_VARIABLE = "JAX_RING_GENERATION"
 RESTART_VARIABLE = "JAX_RING_RESTART"
-HOSTS_VARIABLE = "JAX_RING_HOSTS"  # if hosts come and go: the index of each host's first process
+HOSTS_VARIABLE = "JAX_RING_HOSTS"  # the index of each host's first process
 MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
+# Begins a file with a commit: whether it is whole, its generation, and its number.
+KEPT_MARK = struct.Struct("<?xxxxxxxqq")
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
@@ -37,18 +38,6 @@ def memory_prefix() -> str:
 def memory_prefix_for(name: str) -> str:
     """That prefix, for a name of the job that the launchers of all its hosts know: one process names the memory."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
-
-
-KEPT_MARK = struct.Struct("<?xxxxxxxqq")  # whether the commit is whole, its generation, its number
-
-
-def read_mark(file: int) -> tuple[int, int] | None:
-    """The generation and the number of the whole commit in a file of the launcher's memory; None without one."""
-    data = os.pread(file, KEPT_MARK.size, 0)
-    if len(data) < KEPT_MARK.size:
-        return None
-    is_whole, generation, number = KEPT_MARK.unpack(data)
-    return (generation, number) if is_whole else None
 
 
 def remove_memory(prefix: str) -> None:
@@ -100,7 +89,7 @@ class Control:
         self._connection.close()
 
     def enlist(self, *, min_processes: int, multiple_of: int | None = None) -> None:
-        """Makes this job elastic, with the `Needs` of all its processes: a death changes the members, and no more.
+        """Makes this job elastic, with the `Needs` of all its processes.
 
         Raises ValueError if the job never has so many processes, and RuntimeError with the launcher's reason if it
         refuses.
@@ -110,11 +99,14 @@ class Control:
             self._reply()
 
     def leave(self, reason: str) -> NoReturn:
-        """Tells the launcher that this process leaves its generation, and waits to be killed."""
+        """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings.
+
+        Raises RuntimeError if the launcher has ended.
+        """
         with self._lock:
             self._send({"do": "leave", "reason": reason})
-        while True:
-            time.sleep(60)
+            while True:
+                self._receive()
 
     def change_pending(self) -> bool:
         """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""
@@ -187,6 +179,20 @@ class Control:
             self._change_pending = message["change_pending"]
             return None
         return message
+
+
+def write_mark(file: int, is_whole: bool, generation: int, number: int) -> None:
+    """Marks the file of a commit; one that is not whole is read by nobody."""
+    os.pwrite(file, KEPT_MARK.pack(is_whole, generation, number), 0)
+
+
+def read_mark(file: int) -> tuple[int, int] | None:
+    """The generation and the number of the commit in a file; None if none is whole."""
+    data = os.pread(file, KEPT_MARK.size, 0)
+    if len(data) < KEPT_MARK.size:
+        return None
+    is_whole, generation, number = KEPT_MARK.unpack(data)
+    return (generation, number) if is_whole else None
 
 
 def is_own_user(connection: socket.socket) -> bool:

@@ -1,7 +1,9 @@
 """Commits in memory of the launcher: which one is found, whatever the writers have left."""
 
+import json
 import os
-import pickle
+import struct
+import threading
 import types
 
 import jax
@@ -10,12 +12,12 @@ import numpy as np
 import pytest
 
 from jax_ring.elastic.generation import HostsOfProcesses
-from jax_ring.elastic.kept import KeptCommits
+from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.restore import Stores, restore
-from jax_ring.elastic.snapshots import Divided, Snapshot
+from jax_ring.elastic.snapshots import UNDIVIDED, Leaf, Snapshot
 from jax_ring.elastic.state import State
-from jax_ring.launcher import environment
-from jax_ring.launcher.protocol import KEPT_VARIABLE, RESTART_VARIABLE
+from jax_ring.launcher import environment, protocol
+from jax_ring.launcher.protocol import KEPT_VARIABLE
 
 ONE_HOST = HostsOfProcesses((0,), 2)
 BOXES = ((((0, 1),), ((3, 4),)), (((1, 3),),))  # of two processes
@@ -37,72 +39,89 @@ def values(number, divided=True):
 
 def member(process, generation, hosts):
     """What `write` needs to know of a process's generation."""
-    return types.SimpleNamespace(process=process, number=generation, hosts=hosts)
+    is_first = hosts.first_beside(process) == process
+    return types.SimpleNamespace(process=process, number=generation, hosts=hosts, is_first_of_host=is_first)
 
 
 def snapshot_of(process, number, divided=True):
     """What one of two processes has of a commit."""
-    leaves, structure = jax.tree.flatten(values(number, divided))
+    snapshot = Snapshot.of(values(number, divided), process, 2)
     if divided:
+        place = next(i for i, leaf in enumerate(snapshot.leaves) if leaf.path == "['m']")
         whole = values(number)["m"]
-        parts = [whole[begin:end] for ((begin, end),) in BOXES[process]]
-        leaves = [Divided(whole.shape, whole.dtype, BOXES, {process: parts}) if x is leaves[1] else x for x in leaves]
-    return Snapshot(number, structure, leaves, 2, (process,) if divided else None)
+        snapshot.leaves[place] = Leaf("['m']", None, whole.dtype, whole.shape, BOXES)
+        del snapshot.arrays[UNDIVIDED][1]  # after 'empty'
+        snapshot.arrays[process] = [whole[begin:end] for ((begin, end),) in BOXES[process]]
+    return snapshot
 
 
-def commit(files, process, number, *, slot=None, generation=0, divided=True):
-    kept = KeptCommits(files, process if slot is None else slot)
-    kept.write(snapshot_of(process, number, divided), member(process, generation, ONE_HOST))
+class Writers:
+    """What processes write, by slot and generation."""
+
+    def __init__(self, files):
+        self._files, self._kept = files, {}
+
+    def commit(self, process, number, *, slot=None, generation=0, divided=True):
+        key = process if slot is None else slot, generation
+        if key not in self._kept:
+            self._kept[key] = KeptCommits(self._files, key[0])
+            mine = [protocol.read_mark(file) for file in self._files[2 * key[0] :][:2]]
+            self._kept[key]._last = max((CommitId(m[1], m[0]) for m in mine if m and m[1] < number), default=None)
+        self._kept[key].write(number, snapshot_of(process, number, divided), member(process, generation, ONE_HOST))
+
+
+@pytest.fixture
+def commit(files):
+    return Writers(files).commit
 
 
 class Alone:
     """The generation of a process that is started when all others are lost."""
 
-    process, num_processes, hosts = 0, 1, HostsOfProcesses((0,), 1)
+    number, process, num_processes, hosts, is_first_of_host = 1, 0, 1, HostsOfProcesses((0,), 1), True
     exchange = None
 
     def post(self, own):
-        return [own]
+        return [json.loads(json.dumps(own))]
+
+    def change_pending(self):
+        return False
 
 
 def newest(files, divided=True, **others):
     """What a job goes on from."""
-    state = values(0, divided) | others
-    return restore(Alone(), -1, [], state, Stores(KeptCommits(files, 0), None))[0]
+    return restore(Alone(), values(0, divided) | others, Stores(KeptCommits(files, 0), None))
 
 
 def assert_newest(files, number, divided=True):
-    assert_values(newest(files, divided), number, divided)
-
-
-def assert_values(found, number, divided=True):
-    assert (found.number, found.held) == (number, None)
+    found, snapshot = newest(files, divided)
+    assert (found, snapshot.num_parts) == (number, 0)
     expected = values(number, divided)
-    for name, leaf in found.trees().items():
+    for name, leaf in snapshot.trees(expected).items():
         assert np.asarray(leaf).dtype == np.asarray(expected[name]).dtype
         np.testing.assert_array_equal(leaf, expected[name])
 
 
 def test_nothing_is_kept_at_the_beginning(files):
-    assert newest(files).number == 0
+    assert newest(files)[0] == 0
 
 
 @pytest.mark.parametrize("divided", [True, False])
-def test_the_newest(files, divided):
+def test_the_newest(files, commit, divided):
     for number in (1, 2, 3):
         for process in (0, 1):
-            commit(files, process, number, divided=divided)
+            commit(process, number, divided=divided)
         assert_newest(files, number, divided)
 
 
-def test_a_first_commit_that_a_process_has_not_made(files):
-    commit(files, 0, 1)
-    assert newest(files).number == 0
+def test_a_first_commit_that_a_process_has_not_made(files, commit):
+    commit(0, 1)
+    assert newest(files)[0] == 0
 
 
-def test_parts_that_are_gone(files):
-    commit(files, 0, 6)
-    commit(files, 0, 7)
+def test_parts_that_are_gone(files, commit):
+    commit(0, 6)
+    commit(0, 7)
     with pytest.raises(RuntimeError, match=r"parts of commit 7 and the one before are lost.*no directory was given"):
         newest(files)
 
@@ -112,117 +131,195 @@ def test_on_several_hosts_any_may_be_lost():
     processes = HostsOfProcesses((0, 2), 3)
     assert [processes.keeper(owner) for owner in range(3)] == [2, 2, 0]
     assert [processes.kept_by(process) for process in range(3)] == [[2], [], [0, 1]]
+    assert [processes.first_beside(process) for process in range(3)] == [0, 0, 2]
     whole = np.arange(6.0)
     boxes = tuple((((2 * p, 2 * p + 2),),) for p in range(3))
     hosts = [environment.kept_files(2), environment.kept_files(1)]
     for process, (host, slot) in enumerate([(0, 0), (0, 1), (1, 0)]):
         parts = {p: [whole[2 * p : 2 * p + 2]] for p in (process, *processes.kept_by(process))}
-        leaves, structure = jax.tree.flatten({"m": 0, "step": 5})
-        leaves[0] = Divided(whole.shape, whole.dtype, boxes, parts)
-        snapshot = Snapshot(5, structure, leaves, 3, tuple(sorted(parts)))
-        KeptCommits(hosts[host], slot).write(snapshot, member(process, 0, processes))
+        leaves = [Leaf("['m']", None, whole.dtype, whole.shape, boxes), Leaf("['step']", 5)]
+        KeptCommits(hosts[host], slot).write(
+            5, Snapshot(leaves, 3, {UNDIVIDED: []} | parts), member(process, 0, processes)
+        )
     for files in hosts:
-        stores = Stores(KeptCommits(files, 0), None)
-        found = restore(Alone(), -1, [], {"m": whole * 0, "step": 0}, stores)[0]
-        assert found.number == 5
-        np.testing.assert_array_equal(found.trees()["m"], whole)
+        number, found = restore(Alone(), {"m": whole * 0, "step": 0}, Stores(KeptCommits(files, 0), None))
+        assert number == 5
+        np.testing.assert_array_equal(found.trees({"m": 0, "step": 0})["m"], whole)
         for file in files:
             os.close(file)
 
 
-def test_one_that_a_process_has_not_made_is_not_taken(files):
+def test_one_that_a_process_has_not_made_is_not_taken(files, commit):
     for process in (0, 1):
-        commit(files, process, 6)
-        commit(files, process, 7)
-    commit(files, 1, 8)
+        commit(process, 6)
+        commit(process, 7)
+    commit(1, 8)
     assert_newest(files, 7)
-    commit(files, 0, 8)
+    commit(0, 8)
     assert_newest(files, 8)
 
 
-def test_parts_stay_until_all_have_restored(files, monkeypatch):
-    """A process in the place of one that has ended has its files: others may still need the parts in them."""
-    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
-    kept = KeptCommits(files, 1, parts_only=True)
-    kept.write(snapshot_of(1, 6), member(1, 3, ONE_HOST))
-    generation = Alone()
-    generation.number, generation.change_pending = 4, lambda: False
-    state = State(**values(0, divided=False))
-    state._enter(generation)
-    assert kept.owners(6, 3) == {1}
-    state.commit()
-    assert kept.owners(6, 3) == set()
-
-
-def test_parts_of_two_generations_are_not_mixed(files):
+def test_parts_of_two_generations_are_not_mixed(files, commit):
     for process in (0, 1):
-        commit(files, process, 6)
-    commit(files, 0, 7)
+        commit(process, 6)
+    commit(0, 7)
     # Process 1 has died in commit 7. Another one takes its index, in another slot, and all go on from commit 6.
-    commit(files, 1, 7, slot=2, generation=1)
+    commit(1, 7, slot=2, generation=1)
     assert_newest(files, 6)
-    commit(files, 0, 7, generation=1)
+    commit(0, 7, generation=1)
     assert_newest(files, 7)
 
 
-def test_restarts_begin_with_generation_0_again(files, monkeypatch):
+def test_what_a_generation_starts_from_stays_until_all_have_gone_on(files, commit):
+    """Whichever of a process's two files it is in: numbers may be set back, by a commit on disk for example."""
     for process in (0, 1):
-        commit(files, process, 6)
-    commit(files, 0, 7)
-    monkeypatch.setenv(RESTART_VARIABLE, "1")
-    commit(files, 1, 7)
-    assert_newest(files, 6)
+        commit(process, 6)
+    commit(0, 7)
+    for generation, number in ((1, 7), (2, 9), (3, 8)):
+        kept = [KeptCommits(files, process) for process in (0, 1)]
+        for each in kept:
+            each.read(CommitId(6, 0))
+        kept[0].write(number, snapshot_of(0, number), member(0, generation, ONE_HOST))
+        assert_newest(files, 6)
+    kept[1].write(8, snapshot_of(1, 8), member(1, 3, ONE_HOST))
+    assert_newest(files, 8)
 
 
-def test_a_process_that_dies_while_it_writes(files, monkeypatch):
+def test_a_process_that_dies_while_it_writes(files, commit, monkeypatch):
     for process in (0, 1):
         for number in (6, 7):
-            commit(files, process, number)
-    commit(files, 1, 8)
-    dump = pickle.dump
+            commit(process, number)
+    commit(1, 8)
+    packed = Snapshot.data
 
-    def dies(entry, stream):
-        dump(entry, stream)
+    def dies(snapshot, section):
+        yield next(packed(snapshot, section))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pickle, "dump", dies)
+    monkeypatch.setattr(Snapshot, "data", dies)
     with pytest.raises(KeyboardInterrupt):
-        commit(files, 0, 8)
+        commit(0, 8)
+    monkeypatch.undo()
     assert_newest(files, 7)
 
 
-@pytest.mark.parametrize("parts_only", [True, False])
-@pytest.mark.parametrize("last", [6, 7])
-def test_parts_of_a_process_that_is_no_longer_a_member(files, parts_only, last):
-    """Of the newest commit that all members have, or if it has not written those, of the one before."""
-    of = [KeptCommits(files, slot, parts_only) for slot in (0, 1)]
-    for number in range(5, last + 1):
-        of[1].write(snapshot_of(1, number), member(1, 3, ONE_HOST))
-    own = [snapshot_of(0, 6), snapshot_of(0, 7)]
-    restored, newcomers = restore(Alone(), 3, own, values(0), Stores(of[0], None))
-    assert_values(restored, last)
-    assert newcomers == 0
-    assert KeptCommits(files, 0, not parts_only).owners(last, 3) == of[0].owners(last, 2) == set()
-    assert of[0].commits() == {}
-    with pytest.raises(RuntimeError, match=r"parts of commit 7 are lost\. Of its processes 1 and those"):
-        restore(Alone(), 2, own, values(0), Stores(of[0], None))
-    of[1].forget_parts()
-    assert of[0].owners(last, 3) == (set() if parts_only else {1})
-
-
-def test_a_larger_commit_leaves_nothing_of_itself(files):
-    commit(files, 0, 2, divided=False)
-    snapshot = Snapshot.of({"w": np.ones(10_000)}, 4, 0, 1)
-    KeptCommits(files, 0).write(snapshot, member(0, 0, ONE_HOST))
-    commit(files, 0, 6, divided=False)
-    assert os.fstat(files[0]).st_size < 10_000
+def test_a_larger_commit_leaves_nothing_of_itself(files, commit):
+    one = member(0, 0, ONE_HOST)
+    kept = KeptCommits(files, 0)
+    kept.write(4, Snapshot.of({"w": np.ones(10_000)}, 0, 1), one)
+    for number in (5, 6):
+        kept.write(number, snapshot_of(0, number, divided=False), one)
+    assert all(os.fstat(file).st_size < 10_000 for file in files)
     assert_newest(files, 6, divided=False)
 
 
-def test_another_state_is_refused(files):
-    commit(files, 0, 2, divided=False)
-    with pytest.raises(RuntimeError, match=r"other leaves than that of process 0: \['other'\]"):
+def test_the_launcher_sees_which_generation_has_made_a_commit(files, commit):
+    assert {*map(protocol.read_mark, files)} == {None}
+    commit(1, 6, generation=3)
+    assert {*map(protocol.read_mark, files)} == {None, (3, 6)}
+    protocol.write_mark(files[2], False, 3, 6)
+    assert {*map(protocol.read_mark, files)} == {None}
+
+
+def test_another_state_is_refused(files, commit):
+    commit(0, 2, divided=False)
+    with pytest.raises(RuntimeError, match=r"other leaves than commit 2 in the launchers' memory.*are \['other'\]\."):
         newest(files, divided=False, other=1)
+
+
+def test_a_state_that_no_header_can_hold_is_written_nowhere(files):
+    state = State(lock=threading.Lock())
+    state.__dict__.update(_kept=KeptCommits(files, 0), _generation=Alone())
+    with pytest.raises(TypeError, match=r"the leaf at \['lock'\], a lock, cannot be kept"):
+        state.commit()
+    assert {*map(protocol.read_mark, files)} == {None}
+    assert state.commits == 0
+
+
+def test_a_state_goes_on_in_the_next_process(files, monkeypatch):
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
+    key = jax.random.key(7)
+    first = State(w=np.arange(3.0), step=0, key=key)
+    first._enter(Alone())
+    first.step, first.key = 5, jax.random.fold_in(key, 5)
+    first.commit()
+    second = State(w=np.zeros(3), step=0, key=key)
+    second._enter(Alone())
+    assert (second.step, second.commits) == (5, 1)
+    np.testing.assert_array_equal(second.w, first.w)
+    np.testing.assert_array_equal(jax.random.key_data(second.key), jax.random.key_data(first.key))
+    second.w[:] = 7
+    second.commit()
+    assert second.commits == 2
+    assert [each.number for each in KeptCommits(files, 0).commits()] in ([1, 2], [2, 1])
+
+
+# ---- Files that are damaged ------------------------------------------------------------------------------------------
+
+BEGIN = protocol.KEPT_MARK.size
+
+
+def damage(file, what):
+    size = os.fstat(file).st_size
+    header = struct.unpack("<q", os.pread(file, 8, BEGIN))[0]
+    match what:
+        case "short":
+            os.ftruncate(file, size - 1)
+        case "long":
+            os.pwrite(file, b"x", size)
+        case "no header":
+            os.ftruncate(file, BEGIN)
+        case "huge header":
+            os.pwrite(file, struct.pack("<q", 1 << 62), BEGIN)
+        case "negative header":
+            os.pwrite(file, struct.pack("<q", -8), BEGIN)
+        case "other shapes":
+            text = os.pread(file, header, BEGIN + 8).replace(b"[6]", b"[7]")
+            os.pwrite(file, text, BEGIN + 8)
+        case "no JSON":
+            os.pwrite(file, b"\x80\x04", BEGIN + 8)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("short", "is damaged: it ends 1 bytes too early"),
+        ("long", "is damaged: it ends -1 bytes too early"),
+        ("no header", f"is damaged: 0 bytes of header, in a file of {BEGIN}"),
+        ("huge header", f"is damaged: {1 << 62} bytes of header"),
+        ("negative header", "is damaged: -8 bytes of header"),
+        ("other shapes", "is damaged: it ends 2 bytes too early"),
+        ("no JSON", "is damaged, or of another version of jax_ring"),
+    ],
+)
+def test_damage_is_refused(files, commit, what, text):
+    for process in (0, 1):
+        commit(process, 2)
+    damage(next(file for file in files if protocol.read_mark(file)), what)
+    with pytest.raises(RuntimeError, match=f"commit 2 of generation 0, in the launcher's memory, {text}"):
+        newest(files)
+
+
+def test_processes_that_have_written_different_states(files):
+    KeptCommits(files, 0).write(2, snapshot_of(0, 2), member(0, 0, ONE_HOST))
+    other = snapshot_of(1, 2)
+    other.leaves[0] = Leaf("['other']", 3)
+    KeptCommits(files, 1).write(2, other, member(1, 0, ONE_HOST))
+    with pytest.raises(RuntimeError, match="the processes have written different leaves"):
+        newest(files)
+
+
+@pytest.mark.parametrize("posted", [
+    None, [], [0], [-1, []], [True, []], [0, {}], [0, [1]], [0, [[[1], 0, [-1]]]], [0, [[[1, "0"], 0, [-1]]]],
+    [0, [[[1, 0], -1, [-1]]]], [0, [[[1, 0], 0, [0]]]], [0, [[[1, 0], 2, [-1, 0, 0]]]], [0, [[[1, 0], 1, {}]]],
+])  # fmt: skip
+def test_a_post_that_is_none_is_refused(files, posted):
+    class Liar(Alone):
+        def post(self, own):
+            return [posted]
+
+    with pytest.raises(RuntimeError, match="a process has posted no commits: "):
+        restore(Liar(), values(0), Stores(KeptCommits(files, 0), None))
 
 
 def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):

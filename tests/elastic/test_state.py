@@ -1,7 +1,11 @@
 """`State` and `run` in one process: what a commit keeps, what is refused, and commits on disk."""
 
+import contextlib
 import copy
+import json
+import os
 import pickle
+import socket
 import threading
 import types
 
@@ -11,10 +15,12 @@ import numpy as np
 import pytest
 
 import jax_ring
-from jax_ring import elastic
-from jax_ring.elastic import generation, loop
+from jax_ring import _compat, elastic
+from jax_ring.elastic import loop
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.snapshots import Snapshot
+from jax_ring.launcher import environment, protocol
+from jax_ring.launcher.protocol import KEPT_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -57,25 +63,24 @@ def test_arguments_are_checked(tmp_path):
 def test_too_few_shards_for_the_processes(monkeypatch):
     """The error is that of the script, before the launcher is asked."""
     monkeypatch.setenv("JAX_RING_CONTROL", "@none")
-    monkeypatch.setenv("JAX_RING_JOIN", "1")
+    monkeypatch.setattr(_compat, "is_distributed", lambda: True)
     train = elastic.run(min_processes=2, num_shards=jax.local_device_count())(lambda state: None)
     with pytest.raises(ValueError, match=r"num_shards=\d+ is less than the number of devices of min_processes=2 proc"):
         train(elastic.State(step=0))
 
 
 def test_a_job_has_one_call(monkeypatch):
-    """A second one found the keys of the first in the coordination service, and failed in all processes."""
+    """A second one would find the commits of the first."""
     monkeypatch.setattr(loop, "_is_called", False)
     monkeypatch.setenv("JAX_RING_CONTROL", "@none")
     monkeypatch.setenv("JAX_RING_LAUNCHED", "0")
-    monkeypatch.setenv("JAX_RING_JOIN", "1")
+    monkeypatch.setattr(_compat, "is_distributed", lambda: True)
     train = elastic.run()(lambda state: None)
     for _ in range(2):  # a call that the launcher refuses is none
         with pytest.raises(RuntimeError, match=r"the launcher at \S+=@none does not answer"):
             train(elastic.State(step=0))
-    launcher = types.SimpleNamespace(enlist=lambda **needs: None)
-    monkeypatch.setattr(loop.Control, "connect", lambda: launcher)
-    monkeypatch.setattr(loop, "_loop", lambda *_: None)
+    control = types.SimpleNamespace(enlist=lambda **needs: None)
+    monkeypatch.setattr(loop.Control, "connect", lambda: control)
     train(elastic.State(step=0))
     with pytest.raises(RuntimeError, match=r"^elastic\.run: this program has called"):
         train(elastic.State(step=0))
@@ -89,7 +94,7 @@ def test_copies(copied):
     assert (state.step, other.step, other.params) == (0, 5, {"w": 1})
 
 
-@pytest.mark.parametrize("name", ["commit", "commits", "outlives_processes", "_values"])
+@pytest.mark.parametrize("name", ["commit", "commits", "_values"])
 def test_names_that_a_state_has_by_itself(name):
     with pytest.raises(ValueError, match=f"State: a state has '{name}' already.*another name"):
         elastic.State(**{name: 7}, step=0)
@@ -125,7 +130,9 @@ def test_without_a_launcher_a_single_process_calls_the_function():
     assert repr(state) == "State(params, key, step; 3 commits)"
 
 
-def test_a_commit_is_a_copy():
+def test_a_commit_needs_the_values_only_until_it_returns(monkeypatch):
+    files = environment.kept_files(1)
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (0, *files))))
     host, device = np.ones(3), jnp.ones(3)
     state = elastic.State(host=host, device=device)
 
@@ -138,50 +145,100 @@ def test_a_commit_is_a_copy():
         assert device.is_deleted()
 
     train(state)
-    kept = state._snapshots[-1].trees()
-    np.testing.assert_array_equal(kept["host"], [1, 1, 1])
-    np.testing.assert_array_equal(kept["device"], [1, 1, 1])
-    kept["host"][:] = 5
-    np.testing.assert_array_equal(state._snapshots[-1].trees()["host"], [1, 1, 1])
+
+    @elastic.run()
+    def go_on(state):
+        assert state.commits == 1
+        np.testing.assert_array_equal(state.host, [1, 1, 1])
+        np.testing.assert_array_equal(state.device, [1, 1, 1])
+
+    go_on(elastic.State(host=0, device=0))
+    for file in files:
+        os.close(file)
 
 
-def test_a_leaf_that_cannot_be_copied_is_named():
+def test_a_leaf_that_cannot_be_kept_is_named_without_a_launcher_too():
     state = elastic.State(step=0, data={"train": threading.Lock()})
-    with pytest.raises(TypeError, match=r"State: the leaf at \['data'\]\['train'\], a lock, cannot be copied \("):
+    with pytest.raises(
+        TypeError, match=r"State: the leaf at \['data'\]\['train'\], a lock, cannot be kept: leaves are"
+    ):
         elastic.run()(lambda state: state.commit())(state)
 
 
-def test_a_generation_that_does_not_suit_is_left(monkeypatch):
+@pytest.mark.parametrize(("needs", "count"), [({"num_shards": 24}, 5), ({"min_processes": 3}, 2)])
+def test_a_generation_that_does_not_suit_is_left(monkeypatch, needs, count):
     """The first, which the launcher forms before it knows what the job needs."""
-    left = []
-
-    def next_generation(state, control, after, reason, how):
-        left.append(reason)
-        return types.SimpleNamespace(number=1, num_processes=4)
-
-    for name, value in {
-        "_enlisted": lambda *_: "a launcher",
-        "_first_generation": lambda *_: types.SimpleNamespace(number=0, num_processes=5),
-        "_next_generation": next_generation,
-    }.items():
-        monkeypatch.setattr(loop, name, value)
-    monkeypatch.setattr(jax, "device_count", lambda: 4 if left else 5)
-    monkeypatch.setattr(elastic.State, "_enter", lambda *_: 0)
-    train = elastic.run(num_shards=24)(lambda state: len(left))
-    assert train(elastic.State(step=0)) == 1
-    assert left == ["5 processes with 5 devices do not suit min_processes=1, num_shards=24"]
+    monkeypatch.setattr(loop, "_is_called", False)
+    monkeypatch.setattr(_compat, "is_distributed", lambda: True)
+    monkeypatch.setattr(_compat, "num_distributed_processes", lambda: count)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setenv("JAX_RING_CONTROL", "@none")
+    with launcher() as (control, received):
+        monkeypatch.setattr(loop.Control, "connect", lambda: control)
+        with pytest.raises(RuntimeError, match="the launcher has ended"):
+            elastic.run(**needs)(lambda state: pytest.fail("it is called"))(elastic.State(step=0))
+    needs = {"min_processes": 1, "num_shards": None, **needs}
+    assert received[1] == {
+        "do": "leave",
+        "reason": f"{count} processes with {count} devices do not suit "
+        f"min_processes={needs['min_processes']}, num_shards={needs['num_shards']}",
+    }
 
 
-def test_two_commits_are_kept():
+def test_members_leave_after_a_commit(monkeypatch):
+    """The launcher ends a process that has left: nothing of the script runs any more."""
+    monkeypatch.setattr(loop, "_is_called", False)
+    monkeypatch.setattr(_compat, "is_distributed", lambda: True)
+    monkeypatch.setattr(_compat, "num_distributed_processes", lambda: 1)
+    monkeypatch.setenv("JAX_RING_CONTROL", "@none")
     state = elastic.State(step=0)
 
     @elastic.run()
     def train(state):
-        for state.step in range(1, 6):
-            state.commit()
+        for state.step in range(1, 100):
+            try:
+                state.commit()
+            except Exception:
+                pytest.fail("train catches it")
 
-    train(state)
-    assert [snapshot.trees()["step"] for snapshot in state._snapshots] == [4, 5]
+    with launcher({"change_pending": True}) as (control, received):
+        monkeypatch.setattr(loop.Control, "connect", lambda: control)
+        with pytest.raises(RuntimeError, match="the launcher has ended"):
+            train(state)
+    assert received[1:] == [{"do": "leave", "reason": "the members change after a commit"}]
+    assert (state.commits, state.step) == (1, 1)
+
+
+@contextlib.contextmanager
+def launcher(*messages):
+    """A launcher that takes an enlistment, sends more, and ends when the process has left."""
+    own, other = socket.socketpair()
+    received = []
+
+    def serve():
+        with other, other.makefile("r") as lines:
+            received.append(json.loads(lines.readline()))
+            for message in ({"done": True}, *messages):
+                other.sendall(protocol.encode(message))
+            received.append(json.loads(lines.readline()))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with own:
+        yield protocol.Control(own), received
+    thread.join()
+
+
+def test_other_exceptions_propagate():
+    def train(state):
+        state.commit()
+        raise ValueError("bad batch")
+
+    state = elastic.State(step=0)
+    with pytest.raises(ValueError, match="bad batch"):
+        elastic.run()(train)(state)
+    with pytest.raises(RuntimeError, match="not inside a function"):
+        state.commit()
 
 
 def test_checkpoints(tmp_path):
@@ -210,15 +267,35 @@ def test_checkpoints(tmp_path):
     np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), [2.5, 2.5])
     np.testing.assert_array_equal(jax.random.key_data(state.key), jax.random.key_data(first.key))
     assert (state.scale, state.scale.weak_type) == (32, True)
-    with pytest.raises(ValueError, match=r"of another state\. The leaves that only one of them has are \[\"\['more'\]"):
+    with pytest.raises(RuntimeError, match=r"other leaves than the checkpoint 4 in .* has are \['more'\]\. All"):
         train(new_state(more=1), 5)
 
 
 def test_a_commit_that_is_made_anew_replaces_the_one_on_disk(tmp_path):
     """Process 0 had written it when another was lost that had not made it."""
     for value in (1, 2):
-        Checkpoints(str(tmp_path)).write(Snapshot.of({"w": np.full(3, value)}, 8, 0, 1))
-    np.testing.assert_array_equal(Checkpoints(str(tmp_path)).read(8, {"w": np.zeros(3)}).leaves[0], [2, 2, 2])
+        Checkpoints(str(tmp_path)).write(8, Snapshot.of({"w": np.full(3, value)}, 0, 1))
+    found = Checkpoints(str(tmp_path)).read(8).trees({"w": 0})
+    np.testing.assert_array_equal(found["w"], [2, 2, 2])
+
+
+def test_damaged_checkpoints_are_refused(tmp_path):
+    Checkpoints(str(tmp_path)).write(8, Snapshot.of({"w": np.ones(3), "step": 3}, 0, 1))
+    header = next(path for path in (tmp_path / "8" / "header").iterdir() if b"shape" in path.read_bytes())
+    text = header.read_text()
+    for old, new, what in (
+        ("[3]", "[4]", r"is damaged: it has float64\[3\] at \['w'\] instead of float64\[4\]"),
+        ("float64", "float32", "is damaged: it has float64"),
+        ("['w']", "['v']", "is damaged: it has object"),
+        ("processes", "process", "is damaged, or of another version of jax_ring: it is no header"),
+    ):
+        assert old in text
+        header.write_text(text.replace(old, new))
+        with pytest.raises(RuntimeError, match=what):
+            Checkpoints(str(tmp_path)).read(8)
+    (tmp_path / "8" / "header").rename(tmp_path / "8" / "others")
+    with pytest.raises(RuntimeError, match="is of another version of jax_ring, or no checkpoint"):
+        Checkpoints(str(tmp_path)).read(8)
 
 
 def test_checkpoints_without_elements(tmp_path):
@@ -240,44 +317,6 @@ def test_checkpoints_without_elements(tmp_path):
         assert (found["half"].shape, found["half"].dtype) == ((0, 4), jnp.bfloat16)
         assert (found["keys"].shape, found["keys"].dtype) == ((2, 0), empty["keys"].dtype)
     assert empty_after_two("values", {"name": "a", "step": 0}) == {"name": "a", "step": 0}
-
-
-# ---- Which exceptions mean what --------------------------------------------------------------------------------------
-
-
-def from_cause(error, cause):
-    try:
-        try:
-            raise cause
-        except Exception as inner:
-            raise error from inner
-    except Exception as outer:
-        return outer
-
-
-def test_why_left():
-    peer = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: ring_psum of float32[]: Process 1 (rank 1) has ended.")
-    assert generation.why_left(peer) == str(peer)
-    assert generation.why_left(ValueError(str(peer))) == str(peer)  # from block_until_ready
-    assert generation.why_left(from_cause(RuntimeError("step 3"), peer)) == str(peer)
-    assert generation.why_left(jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"))
-    assert generation.why_left(generation.Leave("for a new process")) == "for a new process"
-    for own in (
-        ValueError("bad batch"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
-        RuntimeError("DEADLINE_EXCEEDED: of another library"),
-        KeyboardInterrupt(),
-        SystemExit(1),
-    ):
-        assert generation.why_left(own) is None, own
-
-
-def test_an_own_error_says_what_is_dead():
-    error = RuntimeError("Array has been deleted with shape=float32[3].")
-    generation.explain_dead(error, 0)
-    assert not hasattr(error, "__notes__")
-    generation.explain_dead(error, 2)
-    assert "this is generation 2 of the job" in error.__notes__[0]
 
 
 def test_elastic_is_public():

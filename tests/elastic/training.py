@@ -1,7 +1,6 @@
 """A training that tests run under the launcher: prints a digest of its result, which no fault may change.
 
-    python training.py STEPS FAULTS [--wait-for COUNT] [--formed FILE] [--directory FOLDER] [--keep host]
-                       [--pause SECONDS]
+    python training.py STEPS FAULTS [--wait-for COUNT] [--directory FOLDER] [--pause SECONDS]
 
 FAULTS is a JSON object: by the launcher's number of a process, the step after which it fails, and how. A leaf of the
 state is divided over the ranks, as a sharded optimizer does it. Every process prints the times of what happens.
@@ -10,7 +9,6 @@ With --orders FOLDER a process fails as the file FOLDER/PID says, and the file F
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import json
@@ -29,7 +27,6 @@ NUM_SHARDS = 12
 FLIP, HANG = 1, 2
 WITHIN_STEP = {"flip": FLIP, "callback": HANG}  # what a rank does wrong there, by order
 WIDTH = 24  # a multiple of every number of ranks
-KEPT_FROM_THE_START = []
 
 
 @jax.custom_vjp
@@ -103,17 +100,6 @@ def on(mesh, spec, x):
     return jax.make_array_from_callback(np.shape(x), jax.NamedSharding(mesh, spec), lambda index: np.asarray(x)[index])
 
 
-def num_sockets():
-    """The sockets of TCP and UDP, which JAX's clients have; the connection to the launcher is another kind."""
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    tables = "".join(pathlib.Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    inodes = {line.split()[9] for line in tables.splitlines() if len(line.split()) > 9}
-    return sum(link.startswith("socket:") and link[8:-1] in inodes for link in links)
-
-
 def say(what):
     generation, restart = (os.environ.get(f"JAX_RING_{name}", "-") for name in ("GENERATION", "RESTART"))
     print(f"{time.time():.3f} {what} gen {generation} restart {restart}", flush=True)
@@ -141,13 +127,10 @@ def main():
     parser.add_argument("steps", type=int)
     parser.add_argument("faults", type=json.loads)
     parser.add_argument("--wait-for", type=int, default=0, help="how many processes there are to be at the end")
-    parser.add_argument("--formed", help="a file, made when some go on with fewer: those that join wait for it")
     parser.add_argument("--directory")
-    parser.add_argument("--keep", default="process")
     parser.add_argument("--pause", type=float, default=0, help="before each step")
     parser.add_argument("--orders", help="a folder")
     parser.add_argument("--audits", action="store_true", help="in each step")
-    parser.add_argument("--use-dead-array", action="store_true")
     options = parser.parse_args()
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize()
@@ -155,19 +138,14 @@ def main():
 
     params, momentum = initial()
     disk = {"directory": options.directory, "every": 4} if options.directory else {}
-    state = jax_ring.elastic.State(params=params, momentum=momentum, step=0, keep=options.keep, **disk)
+    state = jax_ring.elastic.State(params=params, momentum=momentum, step=0, **disk)
     fault = options.faults.get(os.environ.get("JAX_RING_LAUNCHED"))
 
     @jax_ring.elastic.run(min_processes=1, num_shards=NUM_SHARDS)
     def train(state):
         say(f"enters at {state.step} of {jax.process_count()}")
-        if options.formed and jax.process_count() < options.wait_for:
-            pathlib.Path(options.formed).touch()
         mesh = jax.sharding.Mesh(jax.devices(), ("data",))
         step = make_step(mesh, options.audits)
-        if options.use_dead_array:
-            KEPT_FROM_THE_START.append(jnp.ones(2))
-            np.asarray(KEPT_FROM_THE_START[0])
         params = jax.tree.map(functools.partial(on, mesh, P()), state.params)
         momentum = on(mesh, P("data"), state.momentum)
         entered = state.step
@@ -181,7 +159,7 @@ def main():
             state.params, state.momentum, state.step = params, momentum, state.step + 1
             if state.step == entered + 1:
                 jax.block_until_ready(params)
-                say(f"has made step {state.step} with {num_sockets()} sockets")
+                say(f"has made step {state.step}")
             if options.orders and state.step % 20 == 0:
                 say(f"is at {state.step}")
             if fault and state.step == fault[0]:
@@ -193,8 +171,6 @@ def main():
         leaves = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(params)]
         return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
-    while options.formed and "JAX_RING_JOIN" in os.environ and not os.path.exists(options.formed):
-        time.sleep(0.02)
     print(f"digest {train(state)} of {jax.process_count()}", flush=True)
 
 

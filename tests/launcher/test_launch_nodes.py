@@ -93,6 +93,21 @@ def test_a_launcher_that_is_killed_ends_the_job(hosts, host):
     assert_gone(started)
 
 
+def test_another_launcher_takes_the_place_of_one_that_has_ended(hosts):
+    """It has the same --node-rank. The job has used up a restart, and waited for it."""
+    text = WAITS.format("if os.environ['JAX_RING_RESTART'] == '1': sys.exit(print('again', flush=True))")
+    options = ("--max-restarts", "1", "--backoff", "0")
+    first, second = hosts(text, [1, 1], *options)
+    started = [pids(launcher, 1)[0] for launcher in (first, second)]
+    second.kill()
+    assert_gone(started)
+    (third,) = hosts(text, [1], *options, ranks=[1])
+    (status, out, err), last = ends([first, third])
+    assert (status, out) == (0, ["[0] again"]), err
+    assert "failed: host 1 is gone: its launcher has ended, or cannot be reached; restart 1 of 1 in 0 s" in err
+    assert last[:2] == (0, ["[1] again"]), last
+
+
 def test_a_signal_to_host_0_reaches_all(hosts):
     launchers = hosts(WAITS.format(""), [1, 1])
     started = [pids(launcher, 1)[0] for launcher in launchers]
