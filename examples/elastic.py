@@ -2,9 +2,9 @@
 
     python -m jax_ring.launch -n 4 --devices 2 --max-restarts 3 examples/elastic.py [--epochs 10] [--kill 0:3]
 
-Kill a process while it runs (`kill -9`, or `--kill RANK:EPOCH`): the others go on from the last commit, and the process
-that the launcher starts in its place joins them. The digest of the parameters that is printed at the end is the same
-whatever happens, because the sums of 24 shards do not depend on the number of processes.
+Kill a process while it runs (`kill -9`, or `--kill RANK:EPOCH`): the launcher starts all of them again, and they go on
+from the last commit. The digest of the parameters that is printed at the end is the same whatever happens, because the
+sums of 24 shards do not depend on the number of processes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def to_devices(mesh, spec, tree):
 
 @jax_ring.elastic.run(min_processes=1, num_shards=NUM_SHARDS)
 def train(state, data, epochs, kill):
-    """Called again, with the state of the last commit, whenever the processes have changed."""
+    """The training, from the state of the last commit on."""
     train_images, test_images, train_labels, test_labels = data
     steps_per_epoch = len(train_labels) // BATCH
 
@@ -63,7 +63,6 @@ def train(state, data, epochs, kill):
         if jax.process_index() == 0:
             print(text, flush=True)
 
-    # Create all JAX objects here: those of an earlier call are dead.
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     train_step = make_train_step(mesh)
     params, opt_state = to_devices(mesh, P(), (state.params, state.opt_state))
