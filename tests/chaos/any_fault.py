@@ -17,7 +17,7 @@ from trainings import HEARTBEAT, SERVICE, Training, training, where_hosts_work
 from trial import FALSE_ALARM, Outcome, Trial, Unexpected
 
 FAULTS = 10  # of a training; one more if the last are two
-PROCESSES = {1: (2, 4), 3: (1, 2)}  # of each host, by the number of hosts
+PROCESSES = {1: (2, 3), 3: (1, 2)}  # of each host, by the number of hosts
 BRIEF = 1.2  # seconds, with TCP's retransmission less than half of the deadline
 LONG = 10.0  # seconds, more than all deadlines
 
