@@ -2,9 +2,10 @@
 
     python -m jax_ring.launch -n 4 --devices 2 --max-restarts 3 examples/elastic.py [--epochs 10] [--kill 0:3]
 
-Kill a process while it runs (`kill -9`, or `--kill RANK:EPOCH`): the launcher starts all of them again, and they go on
-from the last commit. The digest of the parameters that is printed at the end is the same whatever happens, because the
-sums of 24 shards do not depend on the number of processes.
+Kill a process while it runs (`kill -9`, or `--kill RANK:EPOCH`): the launcher ends the others, and new ones go on from
+the last commit: as many as before while restarts are left, then one fewer each time. The digest of the parameters that
+is printed at the end is the same whatever happens, because the sums of 24 shards do not depend on the number of
+processes.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def to_devices(mesh, spec, tree):
 
 @jax_ring.elastic.run(min_processes=1, num_shards=NUM_SHARDS)
 def train(state, data, epochs, kill):
-    """The training, from the state of the last commit on."""
+    """Called by new processes, with the state of the last commit, whenever some were lost or have joined."""
     train_images, test_images, train_labels, test_labels = data
     steps_per_epoch = len(train_labels) // BATCH
 
@@ -74,6 +75,7 @@ def train(state, data, epochs, kill):
         epoch, done = divmod(state.step, steps_per_epoch)
         if done == 0:
             say(f"epoch {epoch}: loss {float(mean_loss):.4f}")
+        # The launcher numbers processes on and on, so that none started later kills itself.
         if done == 0 and kill == (os.environ.get("JAX_RING_LAUNCHED"), epoch):
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
