@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainings import HEARTBEAT, SERVICE, Training, training, where_hosts_work
+from trainings import HEARTBEAT, SERVICE, Training, is_stopped, training, where_hosts_work
 from trial import FALSE_ALARM, Outcome, Trial, Unexpected
 
 FAULTS = 10  # of a training; one more if the last are two
@@ -64,8 +64,7 @@ def _killed_service(job: Training, host: int) -> None:
 
 
 def _killed_host(job: Training, host: int) -> Repair | None:
-    job.signal(host, signal.SIGKILL)
-    job.launchers.pop(host).wait()
+    job.kill(host)
     return _after_loss(job, host)
 
 
@@ -85,8 +84,15 @@ def _after_loss(job: Training, host: int) -> Repair | None:
 
 
 def _stopped_host(job: Training, host: int) -> Repair:
-    job.signal(host, signal.SIGSTOP)
-    return lambda: job.signal(host, signal.SIGCONT)
+    # What another fault has stopped stays so.
+    pids = [pid for pid in job.all_pids(host) if not is_stopped(pid)]
+
+    def signal_all(signum: int):
+        for pid in pids:
+            _kill(pid, signum)
+
+    signal_all(signal.SIGSTOP)
+    return lambda: signal_all(signal.SIGCONT)
 
 
 def _stopped_launcher(job: Training, host: int) -> Repair:

@@ -102,11 +102,16 @@ class Training:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
-    def signal(self, host: int, signum: int) -> None:
-        """Signals the launcher of a host, and its processes."""
-        for pid in [self.launchers[host].pid, *descendants(self.launchers[host].pid)]:
+    def all_pids(self, host: int) -> list[int]:
+        """Of the launcher of a host, and of its processes."""
+        return [self.launchers[host].pid, *descendants(self.launchers[host].pid)]
+
+    def kill(self, host: int) -> None:
+        """Kills the launcher of a host and its processes."""
+        for pid in self.all_pids(host):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+                os.kill(pid, signal.SIGKILL)
+        self.launchers.pop(host).wait()
 
     def lose(self, host: int, signum: int) -> None:
         """Ends the launcher of a host alone, which is to end its processes."""
@@ -249,9 +254,8 @@ def training(trial: Trial, num_hosts: int, processes: int) -> Iterator[Training]
             job.check_leftovers()
             yield job
         finally:
-            for host, launcher in job.launchers.items():
-                job.signal(host, signal.SIGKILL)
-                launcher.wait()
+            for host in list(job.launchers):
+                job.kill(host)
 
 
 def descendants(pid: int) -> list[int]:
@@ -260,6 +264,13 @@ def descendants(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _command(pid: int) -> bytes:
