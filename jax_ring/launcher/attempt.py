@@ -32,12 +32,12 @@ class Attempt:
         self._log = shared.output.log
         self._processes: dict[int, Process] = {}  # by the launcher's number
         self._is_change_pending = False
-        self._watcher = Watcher(shared, self._processes, follower)
         self._memory = protocol.memory_prefix_for(f"{plan.job}/{plan.number}")
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
-        watching = [asyncio.create_task(each) for each in (self._watcher.run(), self._watch_stopped())]
+        watcher = Watcher(self._shared, self._processes, self._follower)
+        watching = [asyncio.create_task(each) for each in (watcher.run(), self._watch_stopped())]
         for task in watching:
             task.add_done_callback(self._unwatched)
         try:
@@ -66,7 +66,7 @@ class Attempt:
         shared, number = self._shared, next(self._shared.numbers)
         if where := shared.logs.claim(self._plan.job):
             self._log(where)
-        page = Page.new(0)
+        page = Page.new()
         own = {
             protocol.CONTROL_VARIABLE: shared.server.name,
             protocol.PROCESS_VARIABLE: str(number),
@@ -165,8 +165,6 @@ class Attempt:
             return
         try:
             match message.get("do"):
-                case "next_question":
-                    self._watcher.asked(process, message, answer)
                 case "initialize":
                     self._follower.tell("initializes", process.rank)
                     answer({"done": True})

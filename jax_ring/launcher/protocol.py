@@ -118,12 +118,6 @@ class Control:
                 self._lock.release()
         return self._change_pending
 
-    def next_question(self, place: list[str] | None) -> None:
-        """Answers the last question by a `watching.report.Place`, None at first, and waits for the next."""
-        with self._lock:
-            self._send({"do": "next_question", "place": place})
-            self._reply()
-
     @classmethod
     def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
         """Reports the exception that ends this process.
