@@ -181,7 +181,7 @@ os._exit(0)
 
 
 def test_the_wait_for_a_program_that_fails_ends():
-    result = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-P", "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "True\nTrue\n", result.stderr
 
 
