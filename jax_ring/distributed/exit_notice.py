@@ -14,7 +14,7 @@ import pathlib
 import sys
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.launcher.coordinator.client import Programs
@@ -32,6 +32,8 @@ class _Process(NamedTuple):
     start_time: int
 
 
+_client: Any = None  # of the runtime that this process has joined
+_process = 0  # its index there
 _pid: int | None = None  # of the process that has joined others: a child that it forks has not
 _has_left = False
 _is_ending = False
@@ -42,10 +44,11 @@ def join() -> None:
 
     Once for each runtime that the program initializes.
     """
-    global _pid, _has_left
+    global _client, _process, _pid, _has_left
+    _client, _process = _compat.distributed_client(), _compat.distributed_process()
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
-        _compat.put_value(_process_key(_compat.distributed_process()), json.dumps(own))
+        _compat.put_value(_client, _process_key(_process), json.dumps(own))
     _pid, _has_left = os.getpid(), False
     _watch()
 
@@ -60,6 +63,11 @@ def _watch() -> None:
     atexit.register(_at_exit, Programs(), watcher)
 
 
+def client() -> Any:
+    """The client of the runtime that this process has joined. The next one may not be asked before it has connected."""
+    return _client
+
+
 def abort(how: Departure) -> None:
     """Aborts all groups of this process, now and in future: their calls fail everywhere."""
     global _has_left
@@ -70,14 +78,16 @@ def abort(how: Departure) -> None:
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    _compat.put_value(_left_key(_compat.distributed_process()), json.dumps(how))
+    _compat.put_value(_client, _left_key(_process), json.dumps(how))
 
 
 def departure_of(process: int) -> Departure | None:
     """How another process has left; None if unknown."""
-    if how := _compat.value_of(_left_key(process)):
+    if _client is None:
+        return None
+    if how := _compat.value_of(_client, _left_key(process)):
         return Departure(*json.loads(how))
-    own = _compat.value_of(_process_key(process))
+    own = _compat.value_of(_client, _process_key(process))
     return Departure("has ended", "ended") if own and _has_ended(_Process(*json.loads(own))) else None
 
 

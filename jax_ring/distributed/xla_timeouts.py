@@ -133,7 +133,7 @@ def _in_background(function: Callable, *arguments: Any) -> threading.Thread:
 def _post(text: str) -> bool:
     """Publishes what this process waits in; returns whether the store answered."""
     try:
-        _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
+        exit_notice.client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
     except Exception:  # the runtime may be gone or unreachable
         return False
     return True
@@ -148,7 +148,7 @@ def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
     answers = {}
     for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
         try:
-            answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
+            answers[process] = exit_notice.client().key_value_try_get(_wait_key(process))
         except Exception:  # it has published nothing
             answers[process] = ""
     question.answers = answers

@@ -181,7 +181,8 @@ os._exit(0)
 
 
 def test_the_wait_for_a_program_that_fails_ends():
-    result = subprocess.run([sys.executable, "-P", "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-P", "-c", FAILS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "True\nTrue\n", result.stderr
 
 
