@@ -13,7 +13,7 @@ import pytest
 
 from jax_ring.elastic.generation import HostsOfProcesses
 from jax_ring.elastic.kept import CommitId, KeptCommits
-from jax_ring.elastic.restore import Stores, restore
+from jax_ring.elastic.restore import restore
 from jax_ring.elastic.snapshots import UNDIVIDED, Leaf, Snapshot
 from jax_ring.elastic.state import State
 from jax_ring.launcher import environment, protocol
@@ -90,7 +90,7 @@ class Alone:
 
 def newest(files, divided=True, **others):
     """What a job goes on from."""
-    return restore(Alone(), values(0, divided) | others, Stores(KeptCommits(files, 0), None))
+    return restore(Alone(), values(0, divided) | others, KeptCommits(files, 0), None)
 
 
 def assert_newest(files, number, divided=True):
@@ -142,7 +142,7 @@ def test_on_several_hosts_any_may_be_lost():
             5, Snapshot(leaves, 3, {UNDIVIDED: []} | parts), member(process, 0, processes)
         )
     for files in hosts:
-        number, found = restore(Alone(), {"m": whole * 0, "step": 0}, Stores(KeptCommits(files, 0), None))
+        number, found = restore(Alone(), {"m": whole * 0, "step": 0}, KeptCommits(files, 0), None)
         assert number == 5
         np.testing.assert_array_equal(found.trees({"m": 0, "step": 0})["m"], whole)
         for file in files:
@@ -319,7 +319,7 @@ def test_a_post_that_is_none_is_refused(files, posted):
             return [posted]
 
     with pytest.raises(RuntimeError, match="have posted something else than commits: "):
-        restore(Liar(), values(0), Stores(KeptCommits(files, 0), None))
+        restore(Liar(), values(0), KeptCommits(files, 0), None)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_post_of_no_whole_commit_is_not_taken(files, row):
             return [[[0], row]]
 
     with pytest.raises(RuntimeError, match="parts of commit 7 and the one before are lost"):
-        restore(Liar(), values(0), Stores(KeptCommits(files, 0), None))
+        restore(Liar(), values(0), KeptCommits(files, 0), None)
 
 
 def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):
