@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
+import operator
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -487,39 +490,61 @@ def is_one_program(function: Callable) -> bool:
     return isinstance(function, _PjitFunction | jax.stages.Compiled)
 
 
-def call_with_launches(begin: Callable[[], T], end: Callable[[T | None, object], None]) -> None:
-    """Calls functions around launches of programs.
+def call_after_launches(function: Callable[[object], None]) -> None:
+    """Calls a function with the results of each launch of a jitted function that no other one calls.
 
-    begin: before the first launch of a program. Later ones are JAX's native code.
-    end: (what begin returned, or None; the results) after each launch of a jitted function that no other one calls,
-      and after a launch that has raised an exception, without results.
+    After a first launch that has raised an exception it gets no results. From now on `is_launch` tells of every launch.
     """
+    # Before a launch JAX looks up the program, by a key with the values of user contexts, and compares a value that is
+    # another object: nothing else of Python is called before native code. This value is equal to any other. Comparing
+    # notes the frame, without Python's code: that could let another thread change the table within the look-up.
+    frames = itertools.starmap(sys._getframe, itertools.repeat((0,)))
+    identities = zip(map(id, frames), map(operator.attrgetter("f_lasti"), frames), strict=False)
+    notes = zip(map(_looked_up.__setitem__, itertools.repeat(0), identities), strict=False)
+
+    class Value(tuple):
+        __hash__ = tuple.__hash__
+        __eq__ = staticmethod(functools.partial(next, notes))  # type: ignore[assignment]
+
+    value = jax.make_user_context()
+    value.set_global(Value())
 
     @functools.wraps(_launch)
     def launch_and_call(self, *args):
-        begun, results = begin(), ()
+        results = ()
         try:
             results = _launch(self, *args)
             return results
         finally:
-            end(begun, results)
+            value.set_global(Value())  # the key of this program has the last one
+            function(results)
 
-    def after_launch(function, args, kwargs, results) -> None:
-        end(None, results)
+    def after_launch(jitted, args, kwargs, results) -> None:
+        _looked_up[0] = None
+        function(results)
         if _config.debug_nans.value or _config.debug_infs.value:  # what JAX has the hook for
-            _check_for_nans(function, args, kwargs, results)
+            _check_for_nans(jitted, args, kwargs, results)
 
     _pxla.ExecuteReplicated.__call__ = launch_and_call  # type: ignore[method-assign]
     _after_launches.set_global(after_launch)
 
 
+# The frame from which a program was looked up last, and the place in its code. None once that was launched.
+_looked_up: list[Any] = [None]
+
+
+def is_launch(frame: types.FrameType) -> bool:
+    """Whether a function that runs is in the launch of a program, or of one in whose callback it is."""
+    return frame.f_code is _LAUNCH_CODE or (id(frame), frame.f_lasti) == _looked_up[0]
+
+
 # The function of JAX in which Python is while a program is launched for the first time.
-LAUNCH_CODE = inspect.unwrap(_launch).__code__
+_LAUNCH_CODE = inspect.unwrap(_launch).__code__
 
 
-def is_callback(code: types.CodeType) -> bool:
-    """Whether a function is that by which JAX's programs call Python."""
-    return code.co_filename == _callback.__file__
+def is_callback(frame: types.FrameType) -> bool:
+    """Whether a function is one by which JAX's programs call Python."""
+    return frame.f_code.co_filename == _callback.__file__
 
 
 def call_with_plugins(function: Callable[[], None]) -> None:

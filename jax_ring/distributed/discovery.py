@@ -65,7 +65,7 @@ class _Membership:
     """This process in one distributed runtime; construction publishes its host, without blocking."""
 
     def __init__(self, client: Any) -> None:
-        xla_timeouts.join(client)
+        xla_timeouts.join(client, exit_notice.departures)
         self.client = client  # tells a later runtime from this one
         process = _compat.distributed_process()
         self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}

@@ -7,27 +7,23 @@ killed.
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import jax
-import numpy as np
 
 from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.distributed import xla_timeouts
+from jax_ring.launcher.coordinator.client import Programs
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
 _SECONDS_BETWEEN_LOOKS = 0.2
-# After all launched programs have ended: at most this fraction of processor time within this many seconds means that no
-# program of JAX runs.
-_QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
 
 
 class _Process(NamedTuple):
@@ -54,49 +50,49 @@ class _Membership:
 
 
 _membership: _Membership | None = None
-_watcher: threading.Thread | None = None
-_hook: Callable | None = None  # this module's sys.excepthook; the program may have replaced it since
 _is_ending = False
 
 
 def join(client: Any, process: int) -> None:
     """Publishes how others see whether this process has ended, and watches over its end.
 
-    client: of the runtime that replaces an earlier one. process: its index.
+    client: of the runtime, which the program may have shut down to initialize another. process: its index.
     """
-    global _membership, _watcher, _hook
+    global _membership
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
         _compat.put_value(client, _process_key(process), json.dumps(own))
     _membership = _Membership(client, process)
-    if _hook is None:
-        _hook = _chain_excepthook()
-        # Runs before the exit handler of jax.distributed, which waits for the others.
-        atexit.register(_at_exit)
-    if _watcher is None:
-        watcher = threading.Thread(target=_answer_questions, name="jax_ring departures", daemon=True)
-        with contextlib.suppress(RuntimeError):  # at a limit of threads: errors then come at the deadline
-            watcher.start()
-            _watcher = watcher
+    _watch()
 
 
-def forget() -> None:
-    global _membership
-    _membership = None
+@functools.cache
+def _watch() -> None:
+    _chain_excepthook()
+    watcher = threading.Thread(target=_answer_questions, name="jax_ring departures", daemon=True)
+    with contextlib.suppress(RuntimeError):  # at a limit of threads: errors then come at the deadline
+        watcher.start()
+    # Runs before the exit handler of jax.distributed, which may wait for the others.
+    atexit.register(_at_exit, Programs(), watcher)
 
 
 def abort(how: Departure) -> None:
     """Aborts all groups of this process, now and in future: their calls fail everywhere."""
     membership = _membership
-    if membership is not None and membership.is_of_parent:
+    if membership is not None and (membership.is_of_parent or membership.has_left):
         return
     # Half of a surrogate pair, as in some file names, has no UTF-8 form.
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    if membership is not None and not membership.has_left:
+    if membership is not None:
         membership.has_left = True
         _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
+
+
+def departures(processes: Iterable[int]) -> dict[int, Departure]:
+    """How other processes have left, as far as it is known."""
+    return {process: how for process in processes if (how := departure_of(process))}
 
 
 def departure_of(process: int) -> Departure | None:
@@ -121,12 +117,11 @@ def departure_by(error: BaseException) -> Departure:
 # ---- The end of this process ----------------------------------------------------------------------------------------
 
 
-def _chain_excepthook() -> Callable:
+def _chain_excepthook() -> None:
     previous = sys.excepthook
 
     def hook(error_type, error, traceback):
-        # An interactive session goes on after an error.
-        if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
+        if error is not None and not _is_interactive():
             with contextlib.suppress(Exception):  # the user's exception matters more
                 abort(departure_by(error))
         previous(error_type, error, traceback)
@@ -135,54 +130,30 @@ def _chain_excepthook() -> Callable:
                 print(explanation, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
-    return hook
 
 
-def _at_exit() -> None:
+def _is_interactive() -> bool:
+    """Whether this is an interactive session, which goes on after an error."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def _at_exit(programs: Programs, watcher: threading.Thread) -> None:
     global _is_ending
-    if _membership is not None and _membership.is_of_parent:
+    if _membership is None or _membership.is_of_parent:
         return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    has_failed = _membership.has_left or (error is not None and not _is_interactive())
+    has_ended = not has_failed and programs.wait(runtime.timeout())
     _is_ending = True
     # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.
+    programs.end()
     _ffi_cpu.end_questions()
-    if _watcher is not None:
-        _watcher.join(timeout=10)
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is not None and sys.excepthook is not _hook:  # the program's own hook may not have called it
+    if watcher.ident is not None:
+        watcher.join(timeout=10)
+    if has_failed and error is not None:  # the program's own hook may not have called that of this module
         abort(departure_by(error))
-    elif _wait_for_programs():
+    elif has_ended:
         abort(Departure("has exited"))
-
-
-def _wait_for_programs() -> bool:
-    """Waits until launched programs have ended; returns whether they have, within two deadlines.
-
-    Nobody may refer to their results, so there is nothing to ask. JAX runs programs of several devices, or of one
-    thread, one after the other: another one tells. Other threads' programs on single devices show by their processor
-    time.
-    """
-    if not _ffi_cpu.has_groups():
-        return True
-    until = time.monotonic() + 2 * runtime.timeout()
-    try:
-        devices = jax.devices("cpu")
-        mesh = jax.sharding.Mesh(np.array(devices), ("all",))
-        sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-        last = jax.jit(jax.numpy.negative)(
-            jax.make_array_from_callback((len(devices),), sharding, lambda index: np.zeros(1, np.int32))
-        )
-        while not last.is_ready():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.001)
-    except (RuntimeError, ValueError):  # JAX's errors: a program has failed, or its backend is gone
-        return True
-    while time.monotonic() < until:
-        used = time.process_time()
-        time.sleep(_QUIET_SECONDS)
-        if time.process_time() - used < _BUSY_FRACTION * _QUIET_SECONDS:
-            return True
-    return False
 
 
 # ---- The end of others ----------------------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ process before, when its coordinator is out of reach. Three things are done here
 """
 
 import dataclasses
+import functools
 import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax_ring import _compat, foreign_errors, runtime
@@ -27,6 +28,7 @@ _CHECKS_PER_DEADLINE = 20
 # When to ask the others and when to write the message, in deadlines since a call began.
 _ASK, _WRITE = 0.5, 1.0
 _MAX_CALLS = 4  # in a message
+_PATIENCE_SECONDS = 2.0  # for the store, while an error waits for its text
 _SLACK_OF_XLA = 0.5  # seconds after XLA's limit: its error has certainly arrived
 
 
@@ -53,7 +55,8 @@ class _Question:
 class _State:
     """What this process knows of calls between hosts."""
 
-    client: Any = None  # of the runtime that it has joined: the next one may not be asked before it has connected
+    client: Any = None  # of the runtime that it has joined
+    departures: Callable[[list[int]], dict[int, runtime.Departure]] = lambda processes: {}
     xla_limit: float | None = None  # seconds until XLA's collectives fail; None if it could not be set
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # of the hosts of processes
     question: _Question | None = None
@@ -66,13 +69,22 @@ _state = _State()
 _lock = threading.Lock()
 
 
-def join(client: Any) -> None:
-    """Joins a distributed runtime, and forgets what the last one had."""
-    _state.client = client
+def join(client: Any, departures: Callable[[list[int]], dict[int, runtime.Departure]]) -> None:
+    """Joins a distributed runtime, and forgets what the last one had.
+
+    departures: of processes that have left, as far as it can be found out.
+    """
+    _state.client, _state.departures = client, departures
     _state.names.clear()
     _state.written.clear()
     _state.question = None
     runtime.take_calls_of_xla()
+    _complete_errors()
+
+
+@functools.cache
+def _complete_errors() -> None:
+    _compat.complete_errors(complete)
 
 
 def watch(names: Mapping[int, str]) -> None:
@@ -81,7 +93,6 @@ def watch(names: Mapping[int, str]) -> None:
     with _lock:
         if not _state.is_watching:
             _state.is_watching = True
-            _compat.complete_errors(complete)
             threading.Thread(target=_run, name="jax_ring-between-hosts", daemon=True).start()
 
 
@@ -115,9 +126,11 @@ _ADVICE = (
 )
 
 
-def _in_background(function: Callable, *arguments: Any) -> None:
+def _in_background(function: Callable, *arguments: Any) -> threading.Thread:
     """Calls a function that may hang while the coordinator is out of reach."""
-    threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True).start()
+    thread = threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True)
+    thread.start()
+    return thread
 
 
 def _post(text: str) -> bool:
@@ -148,17 +161,18 @@ def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
 
 
 def complete(text: str) -> str:
-    """An error of XLA's collectives with the calls that waited; other errors as they are."""
+    """An error of XLA's collectives with the calls of jax_ring that waited, or else who has left; others as is."""
     if not foreign_errors.OF_COLLECTIVE.search(text):
         return text
     calls = runtime.take_calls_of_xla()
-    if calls:
-        lines = [_describe(call) for call in calls[:_MAX_CALLS]]
-        if len(calls) > _MAX_CALLS:
-            lines.append(f"{len(calls) - _MAX_CALLS} more calls waited.")
-        added = "".join(f"\njax_ring: {line}" for line in dict.fromkeys(lines))
-        _state.completed = text, added
+    lines = [_describe(call) for call in calls[:_MAX_CALLS]]
+    if len(calls) > _MAX_CALLS:
+        lines.append(f"{len(calls) - _MAX_CALLS} more calls waited.")
     # Several arrays may carry the error of one execution.
+    if not calls and text != _state.completed[0]:
+        lines.append(_who_has_left(range(_compat.num_distributed_processes())))
+    if any(lines):
+        _state.completed = text, "".join(f"\njax_ring: {line}" for line in dict.fromkeys(lines))
     completed, added = _state.completed
     return text + added if text == completed else text
 
@@ -178,6 +192,8 @@ def _describe(call: runtime.CallOfXla) -> str:
 
 
 def _what_is_known(others: list[int]) -> str:
+    if left := _who_has_left(others):
+        return left
     if (question := _state.question) is None:
         return "A process of these has failed, or the connection to it is broken."
     if not question.is_reached:
@@ -190,6 +206,13 @@ def _what_is_known(others: list[int]) -> str:
         return f"By JAX's coordinator, no call like it waits in {which}: stopped, busy with something else, or cut off."
     elsewhere = [f"{_name(process)} waits in {answers[process]}" for process in others]
     return f"All of them wait, so data is lost between them, or the calls differ: {'; '.join(elsewhere)}."
+
+
+def _who_has_left(processes: Iterable[int]) -> str:
+    own, left = _compat.distributed_process(), dict[int, runtime.Departure]()
+    others = [process for process in processes if process != own]
+    _in_background(lambda: left.update(_state.departures(others))).join(_PATIENCE_SECONDS)
+    return " ".join(f"Process {process} {how.cause}." for process, how in dict(left).items())
 
 
 def _name(process: int) -> str:

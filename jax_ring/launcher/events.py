@@ -54,11 +54,8 @@ def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
     return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
 
 
-class Failures(dict[int | tuple[int, int], Failure]):
-    """An attempt's failures, in the order in which they became known.
-
-    By the launcher's number of the process; by (host, rank) for those of other hosts.
-    """
+class Failures(dict[int, Failure]):
+    """A generation's failures, in the order in which they became known: by rank, or a negative number for a host."""
 
     def first(self) -> Failure | None:
         """The first failure by a process's own fault; without any, the first."""
@@ -67,8 +64,7 @@ class Failures(dict[int | tuple[int, int], Failure]):
 
     def awaited(self) -> set[int]:
         """The ranks that failures blame, and whose own is not known."""
-        blamed = {failure.caused_by for failure in self.values() if failure.caused_by is not None}
-        return blamed - {failure.rank for failure in self.values()} - {-1}
+        return {rank for failure in self.values() if (rank := failure.caused_by) is not None and rank >= 0} - set(self)
 
     def has_own(self) -> bool:
         return any(failure.is_own for failure in self.values())
@@ -82,31 +78,23 @@ class Failures(dict[int | tuple[int, int], Failure]):
 # ---- Events ----------------------------------------------------------------------------------------------------------
 
 
-class End(NamedTuple):
-    """Processes are to end: why, by which signal, and after how many seconds they are killed."""
+class Begin(NamedTuple):
+    """The launcher that leads starts a generation."""
 
-    reason: str
-    signum: int
-    grace: float
-    received: int | None = None  # the signal to the launcher that ends the job
+    plan: Plan  # this host's part of it
+    restarts: int  # used up by the job so far
 
 
-class Due(NamedTuple):
-    """Something for the generation to do, which returns how it ends, or None."""
+class ChangePending(NamedTuple):
+    """Whether other hosts are to take part: the processes leave at their next commit then."""
 
-    do: Callable[[], End | None]
-
-
-class Signalled(NamedTuple):
-    signum: int
+    is_pending: bool
 
 
-class Asked(NamedTuple):
-    """A process has sent a message, to be answered by `answer`."""
+class Blamed(NamedTuple):
+    """Other processes wait for a rank of this host."""
 
-    process: int
-    message: dict[str, Any]
-    answer: Answer
+    rank: int
 
 
 class Stuck(NamedTuple):
@@ -116,43 +104,26 @@ class Stuck(NamedTuple):
     waiting: tuple[int, ...]  # the others that are behind
 
 
-class HostFailed(NamedTuple):
-    """Another host, or a process of it, has failed."""
-
-    host: int  # its index
-    failure: Failure
-
-
-class HostInitializes(NamedTuple):
-    """Whether a process of another host waits for all processes, or has exited without that."""
-
-    absent: Failure | None
-
-
-class HostsChanged(NamedTuple): ...
-
-
-class ChangePending(NamedTuple):
-    """Whether other hosts are to take part: the processes leave at their next commit then."""
-
-    is_pending: bool
-
-
-class AllLeft(NamedTuple):
-    """All processes have left, or should have: others are started in their place."""
+class End(NamedTuple):
+    """The processes of this host are to end: why, by which signal, and after how many seconds they are killed."""
 
     reason: str
+    signum: int
+    grace: float
 
 
-class Begin(NamedTuple):
-    """The launcher that leads starts a generation."""
+class Exited(NamedTuple):
+    """A process has."""
 
-    plan: Plan  # this host's part of it
-    restarts: int  # used up by the job so far
+
+class Signalled(NamedTuple):
+    """A signal to the launcher ends the job."""
+
+    signum: int
 
 
 class LeaderLost(NamedTuple):
-    """The launcher that leads is out of reach."""
+    """The launcher that leads is out of reach, or another one is to lead."""
 
     reason: str
 
@@ -162,21 +133,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = (
-    Due
-    | End
-    | Signalled
-    | Asked
-    | Stuck
-    | HostFailed
-    | HostInitializes
-    | HostsChanged
-    | ChangePending
-    | AllLeft
-    | Begin
-    | LeaderLost
-    | JobEnded
-)
+Event = Begin | ChangePending | Blamed | Stuck | End | Exited | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

@@ -1,6 +1,7 @@
 """A job on one host, from its options to its exit status: it leads or follows, generation by generation."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -12,13 +13,14 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.environment import Plan
+from jax_ring.launcher.events import Answer
 from jax_ring.launcher.hosts.follower import Follower
+from jax_ring.launcher.hosts.generation import Outcome
 from jax_ring.launcher.hosts.groups import Group
 from jax_ring.launcher.hosts.leader import Leader
 from jax_ring.launcher.hosts.search import CannotGoOnError, Search, split
 from jax_ring.launcher.output import Output
-from jax_ring.launcher.shared import Outcome, Role, Shared, stopped_by
+from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.signals import SignalledError
 
 _OUTPUT_LOST = 120  # Python's exit status where all else went well
@@ -42,73 +44,88 @@ class Job:
         self._options, self._shared = options, Shared(options)
         self._search = Search(self._shared)
         self._attempt: Attempt | None = None
+        self._is_stopped = False  # whether a signal has ended the job on all hosts
         self._blamed: set[tuple[str, int]] = set()  # the hosts and slots whose processes failed last
 
     async def run(self) -> int:
         """Returns the launcher's exit status."""
-        shared, queue = self._shared, self._shared.queue
+        shared = self._shared
         shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
-        shared.server = ControlServer(lambda *question: queue.put_nowait(events.Asked(*question)))
+        shared.server = ControlServer(self._asked)
         shared.kept = environment.kept_files(self._options.processes)
         signals.receive(self._signalled, self._pass_on, self._reap)
         await shared.server.start()
+        signum = None
         try:
-            outcome = await self._generations()
+            status = await self._generations()
         except SignalledError as error:
-            outcome = stopped_by(error.signum)
+            signum = error.signum
+            status = 128 + signum
         finally:
             self._search.close()
             shared.server.close()
             for file in shared.kept:
                 os.close(file)
-        status = await self._drained(outcome)
+        status = await self._drained(status, is_stopped=signum is not None)
         # Nothing follows the last line. A signal is noted in a pipe that asyncio closes first, of which Python would
         # complain, and Python 3.11 would report each connection that is still open.
         signal.set_wakeup_fd(-1)
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         return status
 
-    async def _generations(self) -> Outcome:
-        outcome = None
-        while outcome is None:
+    async def _generations(self) -> int:
+        status = None
+        while status is None:
             try:
                 address = await self._unless_signalled(self._search.found(), self._search.seconds_left())
             except TimeoutError:
                 return self._failed(self._search.why_not())
             except CannotGoOnError as error:
                 return self._failed(str(error), error.status)
-            outcome = await (self._lead() if address is None else self._follow(address))
-        return outcome
+            status = await (self._lead() if address is None else self._follow(address))
+        return status
 
-    def _failed(self, reason: str, status: int = 1) -> Outcome:
+    def _failed(self, reason: str, status: int = 1) -> int:
         self._shared.output.log(f"failed: {reason}")
-        return Outcome(status)
+        return status
 
-    # ---- A launcher that leads ---------------------------------------------------------------------------------------
+    # ---- A launcher that leads: it follows itself --------------------------------------------------------------------
 
-    async def _lead(self) -> Outcome | None:
+    async def _lead(self) -> int | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
         leader = self._search.lead()
+        leading = asyncio.create_task(self._lead_generations(leader))
+        leading.add_done_callback(lambda _: self._shared.queue.put_nowait(events.LeaderLost("")))
         try:
-            while (group := await self._unless_signalled(self._search.formed(leader))) is not None:
-                outcome = await self._generation(leader, group)
-                self._search.had_enough()
-                if outcome.is_stopped:
-                    raise SignalledError(outcome.status - 128)
-                if outcome.status == 0 or not await self._goes_on(leader, group, outcome):
-                    await leader.end(outcome.status, f"{leader.name}: {outcome.failure}")
-                    return outcome
-            return None
+            status = await self._followed(leader.follower)
         except SignalledError as error:
             if not self._options.hosts_change:  # else others go on without this host
-                await leader.end(128 + error.signum, f"{leader.name}: it was told to end")
+                self._is_stopped = True
+                with contextlib.suppress(SignalledError):
+                    await self._unless_signalled(leader.finish())
+                await leader.end(128 + error.signum, "it was told to end")
             raise
-        except CannotGoOnError as error:
-            await leader.end(error.status, str(error))
-            return self._failed(str(error), error.status)
         finally:
+            leading.cancel()
             leader.drop()
             self._search.leader = None
+            with contextlib.suppress(asyncio.CancelledError):
+                await leading
+        return status
+
+    async def _lead_generations(self, leader: Leader) -> None:
+        """Leads generation after generation, until the job ends, or another launcher is to lead."""
+        try:
+            while (group := await self._search.formed(leader)) is not None:
+                outcome = await self._generation(leader, group)
+                self._search.had_enough()
+                if self._is_stopped:
+                    return
+                if outcome.status == 0 or not await self._goes_on(leader, group, outcome):
+                    await leader.end(outcome.status, str(outcome.failure))
+                    return
+        except CannotGoOnError as error:
+            await leader.end(error.status, str(error))
 
     async def _generation(self, leader: Leader, group: Group) -> Outcome:
         """A generation on all hosts, with a coordination service here."""
@@ -116,24 +133,13 @@ class Job:
         with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
             service = Service(self._shared.output)
             try:
-                events.forget(self._shared.queue, but=events.Signalled)
-                leader.begin(group, coordinator)
-                service.begin(coordinator, group.num_processes)
                 if self._options.hosts_change:
                     hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
                     self._shared.output.log(f"generation {group.number - 1}: hosts {hosts}")
-                outcome = await self._run(group.plan_of(own.id, coordinator), leader)
-                outcome = outcome.blamed_on(service.failure())
-                if outcome.status != 0:
-                    # Other launchers end their processes within the same time. After that they are given up.
-                    patience = self._options.failure_grace + self._options.grace
-                    try:
-                        await self._unless_signalled(leader.stopped(), patience)
-                    except TimeoutError:
-                        leader.drop_running()
-                    except SignalledError as error:
-                        outcome = outcome.or_stopped(error.signum)
-                return outcome
+                generation = leader.begin(group, coordinator)
+                service.begin(coordinator, group.num_processes)
+                await leader.finish()
+                return generation.outcome(service.failure())
             finally:
                 service.end()
                 leader.ended()
@@ -141,7 +147,7 @@ class Job:
     async def _goes_on(self, leader: Leader, group: Group, outcome: Outcome) -> bool:
         """Whether another generation follows this one, which has failed or was left; waits if it made no commit."""
         shared, options, log = self._shared, self._options, self._shared.output.log
-        if leader.has_changed:
+        if outcome.has_changed:
             return True
         failure, lost, before = outcome.failure, outcome.lost, self._blamed
         self._blamed = {group.place_of(rank) for rank in lost}
@@ -152,7 +158,7 @@ class Job:
             if lost and self._blamed == before and options.processes > left >= options.min_processes:
                 leader.leave_out(lost)
                 log(f"{failure} in two attempts on end; going on with {left} processes without it")
-            await self._unless_signalled(asyncio.sleep(wait))
+            await asyncio.sleep(wait)
             return True
         if shared.needs is not None and lost and not outcome.has_finished:
             leader.leave_out(lost)
@@ -161,33 +167,29 @@ class Job:
                 log(f"failed: {failure}; no restarts are left (--max-restarts), going on with {count} processes")
                 return True
             log(leader.why_not())
-        log(f"failed: {failure}")
         return False
 
     # ---- A launcher that is led --------------------------------------------------------------------------------------
 
-    async def _follow(self, address: str) -> Outcome | None:
+    async def _follow(self, address: str) -> int | None:
         """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
-        events.forget(self._shared.queue, but=events.Signalled)
         try:
             follower = await self._unless_signalled(self._search.follow(address))
+            return await self._followed(follower) if follower is not None else None
         except CannotGoOnError as error:
             return self._failed(str(error), error.status)
-        if follower is None:
-            return None
-        try:
-            return await self._followed(follower)
         finally:
-            self._search.follower = None
-            await follower.close()
+            await self._search.leave()
 
-    async def _followed(self, follower: Follower) -> Outcome | None:
+    async def _followed(self, follower: Follower) -> int | None:
+        """Does what the launcher that leads says, and returns the exit status of the job; None if another may lead."""
+        events.forget(self._shared.queue, but=events.Signalled)
         while True:
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):
                     event = await self._shared.queue.get()
             except TimeoutError:
-                if self._options.hosts_change:
+                if self._options.hosts_change and not follower.leads:
                     await self._unless_signalled(self._search.ask())
                     follower.tell_gone(self._search.gone())
                 continue
@@ -196,29 +198,27 @@ class Job:
                     self._shared.output.log(f"received {signal.Signals(signum).name}")
                     raise SignalledError(signum)
                 case events.JobEnded(status, reason):
-                    return self._failed(reason, status) if status else Outcome(0)
-                case events.LeaderLost(reason) if self._options.hosts_change:
-                    self._shared.output.log(reason)
+                    return self._failed(reason, status) if status else 0
+                case events.LeaderLost(reason):
+                    if reason and not self._options.hosts_change:
+                        return self._failed(reason)
+                    if reason:
+                        self._shared.output.log(reason)
                     self._search.had_enough()
                     return None
-                case events.LeaderLost(reason):
-                    return self._failed(reason)
                 case events.Begin(plan, restarts):
                     self._shared.restarts = restarts
-                    outcome = await self._run(plan, follower)
+                    self._attempt = Attempt(self._shared, plan, follower)
+                    try:
+                        received = await self._attempt.run()
+                    finally:
+                        self._attempt = None
                     self._search.had_enough()
-                    if outcome.is_stopped:
-                        return outcome
-                    follower.tell("stopped", str(outcome.failure))
+                    follower.tell("ended", True)
+                    if received is not None:
+                        raise SignalledError(received)
 
     # ---- Both --------------------------------------------------------------------------------------------------------
-
-    async def _run(self, plan: Plan, role: Role) -> Outcome:
-        self._attempt = Attempt(self._shared, plan, role)
-        try:
-            return await self._attempt.run()
-        finally:
-            self._attempt = None
 
     async def _unless_signalled(self, waiting: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         return await signals.unless_signalled(self._shared.queue, waiting, seconds)
@@ -230,20 +230,26 @@ class Job:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
+    def _asked(self, number: int, message: dict[str, Any], answer: Answer) -> None:
+        if self._attempt is not None:
+            self._attempt.asked(number, message, answer)
+        else:
+            answer({"error": "this process belongs to a generation that has ended"})
+
     def _reap(self) -> None:
         if self._attempt is not None:
             self._attempt.reap()
 
-    async def _drained(self, outcome: Outcome) -> int:
+    async def _drained(self, status: int, *, is_stopped: bool) -> int:
         """Returns the exit status once output is written. A success waits for slow readers until a signal."""
-        patience = None if outcome.status == 0 else _DRAIN_SECONDS if outcome.is_stopped else self._options.grace
+        patience = None if status == 0 else _DRAIN_SECONDS if is_stopped else self._options.grace
         try:
             await self._unless_signalled(self._all_written(), patience)
         except SignalledError as error:
-            return outcome.status or 128 + error.signum
+            return status or 128 + error.signum
         except TimeoutError:
             pass
-        return outcome.status or (_OUTPUT_LOST if self._shared.output.is_lost else 0)
+        return status or (_OUTPUT_LOST if self._shared.output.is_lost else 0)
 
     async def _all_written(self) -> None:
         copying = set(self._shared.copying)

@@ -118,12 +118,6 @@ class Control:
                 self._lock.release()
         return self._change_pending
 
-    def next_question(self, place: list[str] | None) -> None:
-        """Answers the last question by a `watching.report.Place`, None at first, and waits for the next."""
-        with self._lock:
-            self._send({"do": "next_question", "place": place})
-            self._reply()
-
     @classmethod
     def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
         """Reports the exception that ends this process.
@@ -132,16 +126,27 @@ class Control:
 
         caused_by: the index of the process at fault; -1 if unknown, None for this one.
         """
+        cls._tell({"do": "report", "type": error_type, "message": message[:_MESSAGE_LENGTH], "caused_by": caused_by})
+
+    @classmethod
+    def tell_initialize(cls) -> None:
+        """Says that this process begins to wait for the others in `jax.distributed.initialize`.
+
+        As `report_failure`, but without an answer, for which it would have to wait.
+        """
+        cls._tell({"do": "initialize"}, awaits_reply=False)
+
+    @classmethod
+    def _tell(cls, message: dict[str, Any], *, awaits_reply: bool = True) -> None:
         try:
             own = cls.connect()  # a separate one: another thread may hold its own while it waits for a generation
         except RuntimeError:
             return
         try:
             own._connection.settimeout(_REPORT_SECONDS)
-            own._send(
-                {"do": "report", "type": error_type, "message": message[:_MESSAGE_LENGTH], "caused_by": caused_by}
-            )
-            own._reply()
+            own._send(message)
+            if awaits_reply:
+                own._reply()
         except (RuntimeError, OSError):
             pass
         finally:

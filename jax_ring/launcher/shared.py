@@ -1,17 +1,14 @@
-"""What the generations of a job share on this host, what each needs of the other hosts, and what it comes to."""
+"""What the generations of a job share on this host, and what its processes need."""
 
-import abc
 import asyncio
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
-from jax_ring.launcher.events import Failure
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import LogFiles
-from jax_ring.launcher.watching.others import Others
 
 _LONGEST_BACKOFF_SECONDS = 60.0
 
@@ -77,64 +74,3 @@ class Shared:
         """Whether a process of this host has made a commit in a generation."""
         marks = map(protocol.read_mark, self.kept)
         return any(mark is not None and mark[0] == generation for mark in marks)
-
-
-class Role(abc.ABC):
-    """The part of this launcher among those of the job, as its processes' generation needs it."""
-
-    leads: bool  # whether it decides for all hosts
-    asks_where: asyncio.Event  # set if the launcher that leads asks where this host's processes are
-
-    def __init__(self) -> None:
-        self.others = Others(self._send)  # what a launcher that leads knows of other hosts' processes
-
-    @abc.abstractmethod
-    def _send(self, message: dict[str, Any], index: int | None) -> None:
-        """Sends a message about the generation to a host, or to all."""
-
-    @abc.abstractmethod
-    def succeeded(self) -> bool:
-        """Whether the other hosts' processes have exited with status 0, as far as this launcher decides."""
-
-    @abc.abstractmethod
-    def tell_failure(self, failure: Failure) -> bool:
-        """Tells the launcher that leads of a failure; returns whether that decides what to do."""
-
-    @abc.abstractmethod
-    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        """Has other hosts end their processes, as this one does."""
-
-    @abc.abstractmethod
-    def tell(self, what: str, value: Any) -> None:
-        """Tells the launcher that leads of this host's processes.
-
-        what: "succeeded" once all have exited with status 0; "left" if one has left its generation, with whether all
-          have, and why; "enlisted" with the `Needs` of an elastic job; "initializes" once one waits for all others;
-          "absent" with the failure of one that has exited without doing so; "progress" with what `others.encoded`
-          gives.
-        """
-
-
-class Outcome(NamedTuple):
-    """How a generation ended on this host."""
-
-    status: int  # for the launcher to exit with if this is the last one
-    failure: Failure | None = None  # whose fault, if it failed
-    lost: frozenset[int] = frozenset()  # the ranks at fault, if they are known
-    is_stopped: bool = False  # whether a signal has ended it
-    is_ended: bool = False  # whether the job is over, whatever restarts are left
-    has_finished: bool = False  # whether a process has exited with status 0
-
-    def blamed_on(self, cause: Failure | None) -> "Outcome":
-        """This outcome, or a failure for a cause outside of the processes."""
-        if self.failure is None or self.is_stopped or cause is None:
-            return self
-        return self._replace(status=cause.status, failure=cause, lost=frozenset())
-
-    def or_stopped(self, signum: int | None) -> "Outcome":
-        """The outcome by a signal which came while processes ended, unless one has ended them before."""
-        return self if signum is None or self.is_stopped else stopped_by(signum)
-
-
-def stopped_by(signum: int) -> Outcome:
-    return Outcome(128 + signum, is_stopped=True)

@@ -4,6 +4,12 @@ It is run by path: importing the package would import JAX, before which scripts 
 jax_ring run` uses it, too.
 """
 
+# ruff: noqa: E402  # before anything else is imported
+import sys
+
+_OF_PYTHON = frozenset(sys.modules)  # what a program finds imported
+
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -14,16 +20,18 @@ import importlib.util
 import io
 import os
 import pkgutil
-import runpy
 import signal
-import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_DEADLINE_SECONDS = 60.0  # without JAX_RING_TIMEOUT_S
+# What a process of the launcher needs once the script runs.
+_BESIDE = ("protocol.py", "watching/page.py", "coordinator/client.py", "../foreign_errors.py")
 
 
+@functools.cache
 def load_beside(path: str):
     """Loads a file, named from this folder, that imports nothing of the package."""
     name = "_jax_ring_" + os.path.splitext(path)[0].replace("/", "_")
@@ -45,29 +53,80 @@ def die_with_parent(launcher_pid: int) -> None:
         raise SystemExit(128 + signal.SIGKILL)
 
 
-def with_environment_defaults(initialize):
+def with_environment_defaults(initialize: Callable, own: Mapping[str, str]) -> Callable:
     """`jax.distributed.initialize` with the launcher's coordination service.
 
-    Number of processes and process id come from the environment, where JAX reads only the coordinator's address and
-    local device ids. With another coordinator, process 0 starts a service as usual.
+    Number of processes and process id come from the launcher, where JAX reads only the coordinator's address and local
+    device ids. With another coordinator, process 0 starts a service as usual.
+
+    own: the variables that the launcher has set; the script may have changed its environment.
     """
 
     @functools.wraps(initialize)
     def initialize_with_defaults(coordinator_address=None, num_processes=None, process_id=None, *rest, **options):
-        if os.environ.get("JAX_RING_JOIN"):
-            # A replacement process runs the script alone until `jax_ring.elastic.run` makes it a member. So the others
-            # need not wait for its imports and its data.
-            return None
         if num_processes is None:
-            num_processes = int(os.environ["JAX_NUM_PROCESSES"])
+            num_processes = int(own["JAX_NUM_PROCESSES"])
         if process_id is None:
-            process_id = int(os.environ["JAX_PROCESS_ID"])
-        server = load_beside("coordinator/server.py")
-        is_own = coordinator_address in (None, os.environ["JAX_COORDINATOR_ADDRESS"])
-        with server.with_own_handler(), server.without_service() if is_own else contextlib.nullcontext():
-            return initialize(coordinator_address, num_processes, process_id, *rest, **options)
+            process_id = int(own["JAX_PROCESS_ID"])
+        client, coordinator = load_beside("coordinator/client.py"), own["JAX_COORDINATOR_ADDRESS"]
+        if (coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")) == coordinator:
+            load_beside("protocol.py").Control.tell_initialize()
+            service = client.without_service()
+        else:
+            # It is the address of the launcher's service, at which this process's own would listen.
+            if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") == coordinator:
+                del os.environ["JAX_COORDINATOR_BIND_ADDRESS"]
+            service = contextlib.nullcontext()
+        with client.with_own_handler(), service:
+            initialize(coordinator_address, num_processes, process_id, *rest, **options)
+        _programs_of_job()
 
     return initialize_with_defaults
+
+
+# ---- The end of a process that others may need -----------------------------------------------------------------------
+
+
+_is_failing = False  # whether an exception or a status ends this process
+
+
+@functools.cache
+def _programs_of_job():
+    """The programs of this process. It waits for them when it ends, before JAX drops them."""
+    pid, programs = os.getpid(), load_beside("coordinator/client.py").Programs()
+
+    def wait_at_exit() -> None:
+        if os.getpid() != pid:
+            return
+        # Where the script uses jax_ring, that has waited.
+        if not _is_failing and "jax_ring.distributed.exit_notice" not in sys.modules:
+            with contextlib.suppress(Exception):
+                programs.wait(_deadline())
+        programs.end()
+
+    atexit.register(wait_at_exit)
+    return programs
+
+
+def waiting_for_programs(shutdown: Callable) -> Callable:
+    """`jax.distributed.shutdown`: the launcher's coordination service does not make processes wait for each other."""
+
+    @functools.wraps(shutdown)
+    def wait_and_shut_down():
+        if _programs_of_job.cache_info().currsize:
+            _programs_of_job().wait(_deadline())
+        return shutdown()
+
+    return wait_and_shut_down
+
+
+def _deadline() -> float:
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get("JAX_RING_TIMEOUT_S", ""))
+    return _DEADLINE_SECONDS
+
+
+# ---- Hooks for what the script imports -------------------------------------------------------------------------------
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -118,9 +177,11 @@ def watch_process() -> None:
 
 def patch_initialize() -> None:
     """Replaces `jax.distributed.initialize` once JAX is imported."""
+    own = dict(os.environ)
 
     def patch(module):
-        module.initialize = with_environment_defaults(module.initialize)
+        module.initialize = with_environment_defaults(module.initialize, own)
+        module.shutdown = waiting_for_programs(module.shutdown)
 
     after_import("jax.distributed", patch)
 
@@ -132,14 +193,15 @@ def blamed_process(error: BaseException | None) -> int | None:
     then.
     """
     runtime, protocol = map(sys.modules.get, ("jax_ring.runtime", "jax_ring.launcher.protocol"))
-    of_another = load_beside("../foreign_errors.py").OF_ANOTHER
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         failure = runtime and runtime.failure_of(error)
         if failure and failure.process is not None:
             return failure.process
-        if of_another.search(str(error)) or (protocol and isinstance(error, protocol.RefusedError)):
+        if load_beside("../foreign_errors.py").OF_ANOTHER.search(str(error)) or (
+            protocol and isinstance(error, protocol.RefusedError)
+        ):
             return -1
         error = error.__cause__ or error.__context__
     return None
@@ -160,6 +222,15 @@ def report(error: BaseException) -> None:
     load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))
 
 
+def forget_own_modules() -> dict[str, types.ModuleType]:
+    """Removes what this program has imported, and returns it, so that it stays.
+
+    A module beside the script may have the name of one of these. The script gets that, as under Python, and what is
+    here goes on with its own.
+    """
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name not in _OF_PYTHON}
+
+
 def run(kind: str, *command: str) -> None:
     """Runs a module, script, folder or zip file as Python would; under JAX_RING_OVERRIDE=1 jax_ring follows JAX."""
     if os.environ.get("JAX_RING_OVERRIDE", "") not in ("", "0"):
@@ -170,16 +241,23 @@ def run(kind: str, *command: str) -> None:
     own, main = sys.modules["__main__"], types.ModuleType("__main__")
     vars(main).update({name: value for name, value in vars(own).items() if name.startswith("__")}, __doc__=None)
     sys.modules["__main__"] = main
+    kept = forget_own_modules()
     if kind == "module":
         sys.path.insert(0, os.getcwd())
-        runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]  # it is what Python itself calls
+        _run_module(command[0])
     elif pkgutil.get_importer(path) is not None:
         sys.path.insert(0, path)
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        _run_module("__main__", alter_argv=False)
     else:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
         vars(main).update(__file__=path, __loader__=importlib.machinery.SourceFileLoader("__main__", path))
         exec(_code_of(path), vars(main))
+    del kept
+
+
+def _run_module(name: str, **options: bool) -> None:
+    """What Python calls, which imports it for that alone."""
+    importlib.import_module("runpy")._run_module_as_main(name, **options)
 
 
 def _code_of(path: str) -> types.CodeType:
@@ -193,17 +271,22 @@ def _code_of(path: str) -> types.CodeType:
 
 
 def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
+    global _is_failing
     die_with_parent(int(launcher_pid))
     pid = os.getpid()
+    for path in _BESIDE:
+        load_beside(path)
     patch_initialize()
     watch_process()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
     try:
         run(kind, *command)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         # A child that the script has forked comes here, too.
-        if os.getpid() == pid and (reason := reason_of(error)) is not None:
-            report(reason)
+        if os.getpid() == pid:
+            _is_failing = not isinstance(error, SystemExit) or error.code not in (None, 0)
+            if isinstance(error, Exception | SystemExit) and (reason := reason_of(error)) is not None:
+                report(reason)
         raise
 
 

@@ -23,15 +23,14 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
-import coming_hosts  # noqa: E402
+import any_fault  # noqa: E402
 import faults  # noqa: E402
 import launched_jobs  # noqa: E402
 import networks  # noqa: E402
-import random_faults  # noqa: E402
 import scipy.stats  # noqa: E402
 from trial import FALSE_ALARM, Outcome, Trial, Unexpected  # noqa: E402
 
-_MODULES = (faults, launched_jobs, networks, coming_hosts, random_faults)
+_MODULES = (faults, launched_jobs, networks, any_fault)
 SCENARIOS = {f.__name__: f for module in _MODULES for f in module.SCENARIOS}
 _PRIVATE = "JAX_RING_CHAOS_PRIVATE"
 UNEXPECTED = "UNEXPECTED: "
@@ -107,7 +106,7 @@ def main() -> int:
         name = names[number % len(names)]
         this = seed + number if arguments.seed_of_scenario is None else arguments.seed_of_scenario
         try:
-            line = _tried(name, this, arguments.output)
+            line = _tried(name, Trial(this, arguments.hosts), arguments.output)
         except KeyboardInterrupt:  # the table so far
             break
         results.add(line)
@@ -128,9 +127,9 @@ def _first_seed(arguments: argparse.Namespace) -> int:
     return 0 if arguments.results else int(time.time())
 
 
-def _tried(name: str, seed: int, folder: pathlib.Path) -> dict:
+def _tried(name: str, trial: Trial, folder: pathlib.Path) -> dict:
     """Runs a scenario; returns the line for its results."""
-    at, trial, unexpected = time.monotonic(), Trial(seed), None
+    at, seed, unexpected = time.monotonic(), trial.seed, None
     try:
         outcome = trial.run(SCENARIOS[name])
     except Unexpected as error:
@@ -138,7 +137,7 @@ def _tried(name: str, seed: int, folder: pathlib.Path) -> dict:
         name_of_part, num_faults = trial.part or (name, 1)
         trial.outcomes.append((name_of_part, Outcome(f"{UNEXPECTED}{unexpected}", num_faults)))
         path = folder / f"chaos-{name}-{seed}.txt"
-        path.write_text(f"{name}, --repeat {seed}, {name_of_part}\n{error}\n")
+        path.write_text("\n".join([f"{name}, --repeat {seed}, {name_of_part}", *trial.notes, str(error), ""]))
         print(f"{name}, --repeat {seed}, {name_of_part}: {unexpected}, see {path}", flush=True)
     else:
         trial.outcomes.append((trial.part[0] if trial.part else name, outcome))
@@ -205,6 +204,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="the first seed (default: after those of --results, or the time)")
     parser.add_argument("--repeat", type=int, dest="seed_of_scenario", help="the seed of all trials, to repeat one")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one; may be repeated")
+    parser.add_argument(
+        "--hosts", type=int, choices=list(any_fault.PROCESSES), help="of any_fault (default: both in turn, by seed)"
+    )
     parser.add_argument("--private", action="store_true", help="with a small /dev/shm of its own; needs root")
     parser.add_argument(
         "--output", type=pathlib.Path, default=pathlib.Path(), help="where to keep the output of trials"

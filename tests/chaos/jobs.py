@@ -11,7 +11,6 @@ import time
 CALLS, CALLS_BETWEEN_HOSTS = 500, 5  # of a loop
 COUNTS = (1, 40, 3000)  # elements of a message: each of the engine's algorithms serves one
 POLL = 0.02
-SHARDS, ELEMENTS = 12, 40  # of `elastic`
 
 
 def sums(seed: int, folder: str, restarts: bool = False) -> None:
@@ -289,58 +288,6 @@ def restarted(folder: str, num_failures: int) -> None:
     print(f"run {number}\ncalls {num_calls}", flush=True)
 
 
-def elastic(steps: int) -> None:
-    """A training of `jax_ring.elastic` that adds up the sums of SHARDS shards, whatever processes are left."""
-    import jax
-
-    jax.distributed.initialize()
-    import jax.numpy as jnp
-    import numpy as np
-    from jax import lax
-    from jax.sharding import Mesh
-    from jax.sharding import PartitionSpec as P
-
-    import jax_ring
-
-    state = jax_ring.elastic.State(total=np.zeros(ELEMENTS, np.int32), step=0)
-
-    @jax_ring.elastic.run()
-    def train(state):
-        mesh = Mesh(np.array(jax.devices()), ("i",))
-
-        def body(start):
-            rank = lax.axis_index("i")
-
-            def one(i, total):
-                shards = rank + mesh.size * jnp.arange(SHARDS)
-                values = jnp.arange(ELEMENTS) * (shards[:, None] + 1) + (start + i) * shards[:, None]
-                own = jnp.where(shards[:, None] < SHARDS, values, 0).sum(0)
-                return total + jax_ring.ring_psum(own.astype(jnp.int32), "i")
-
-            return lax.fori_loop(0, CALLS, one, jnp.zeros(ELEMENTS, jnp.int32))
-
-        f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-        print(f"pid {os.getpid()} of {jax.process_count()}", flush=True)
-        while state.step < int(steps):
-            state.total = np.asarray(state.total) + np.asarray(f(np.int32(state.step * CALLS)))
-            state.step += 1
-            print(f"step {state.step}", flush=True)
-            state.commit()
-        return np.asarray(state.total)
-
-    total = train(state)
-    print(f"total {total.tobytes().hex()}", flush=True)
-
-
-def elastic_total(steps: int) -> str:
-    """What `elastic` prints at the end."""
-    import numpy as np
-
-    shards, element, calls = np.arange(SHARDS), np.arange(ELEMENTS, dtype=np.int64), steps * CALLS
-    total = calls * element * (shards + 1).sum() + shards.sum() * (calls * (calls - 1) // 2)
-    return total.astype(np.int32).tobytes().hex()
-
-
 def sums_on_hosts(folder: str, coordinator: str, num_processes: str, process: str, devices: str) -> None:
     """Sums in long loops, until an error or the file `end`."""
     import jax
@@ -365,7 +312,7 @@ def sums_on_hosts(folder: str, coordinator: str, num_processes: str, process: st
     os._exit(0)  # the other hosts may be out of reach
 
 
-SCRIPTS = {f.__name__: f for f in (launched_sums, raising, writing, restarted, elastic, sums_on_hosts)}
+SCRIPTS = {f.__name__: f for f in (launched_sums, raising, writing, restarted, sums_on_hosts)}
 
 if __name__ == "__main__":
     SCRIPTS[sys.argv[1]](*sys.argv[2:])

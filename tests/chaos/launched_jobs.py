@@ -1,13 +1,11 @@
 """Scenarios with `jax_ring.launch`: deaths and stops of any rank, exceptions, restarts, output that nobody reads."""
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
 
-from jobs import CALLS, elastic_total
 from trial import HANG, Outcome, Trial, Unexpected, calls_in
 
 GRACE = "3"  # seconds
@@ -142,39 +140,6 @@ def too_many_failures(trial: Trial) -> Outcome:
     return Outcome("gives up with its status", 2, 0, (time.monotonic() - began,))
 
 
-def elastic_kills(trial: Trial) -> Outcome:
-    """Ranks of an elastic job are killed or stopped: the others go on, a new one joins, and the sum is right."""
-    processes, faults, steps = int(trial.random.integers(2, 5)), int(trial.random.integers(1, 4)), 400
-    options = ["-n", str(processes), "--grace", "1", "--max-restarts", str(faults)]
-    seconds = []
-    with trial.launch(options, ["elastic", str(steps)]) as launched:
-        for _ in range(faults):
-            # The processes of the newest generation, all of which have entered it.
-            launched.await_lines(f" of {processes}", processes)
-            time.sleep(trial.random.exponential(0.5))
-            entered = re.findall(r"\] pid (\d+) of ", launched.output())
-            alive = [pid for pid in dict.fromkeys(map(int, entered)) if _is_running(pid)]
-            if launched.process.poll() is not None or not alive:
-                break
-            number = launched.output().count("] pid ")
-            began, victim = time.monotonic(), int(trial.random.choice(alive))
-            os.kill(victim, signal.SIGKILL if trial.random.integers(3) else signal.SIGSTOP)
-            lines = launched.await_lines(("] pid ", "] total "), number + 1)
-            if any("] total " in line for line in lines):  # the job was at its end
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGCONT)
-                break
-            seconds.append(time.monotonic() - began)
-        status = launched.wait(2 * HANG)
-        output = launched.output()
-    assert status == 0, f"status {status}\n{output}"
-    totals = set(re.findall(r"\] total (\w+)", output))
-    assert totals, output
-    if totals != {elastic_total(steps)}:
-        raise Unexpected("wrong bits", output)
-    return Outcome("goes on, right bits", len(seconds), steps * CALLS, tuple(seconds))
-
-
 def _in_time(began: float) -> float:
     seconds = time.monotonic() - began
     if seconds > ENOUGH:
@@ -207,5 +172,4 @@ SCENARIOS = (
     killed_launcher,
     restarts,
     too_many_failures,
-    elastic_kills,
 )

@@ -56,10 +56,13 @@ class Trial:
       folder: for its files; the processes have their temporary files there too.
       outcomes: of its parts, with their names, if it has several.
       part: the name of the present one and how many faults it has.
+      notes: what has been done so far, with times, for an output that is kept.
+      num_hosts: of a training; None to draw it.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.random = seed, np.random.default_rng(seed)
+    def __init__(self, seed: int, num_hosts: int | None = None) -> None:
+        self.seed, self.random, self.num_hosts = seed, np.random.default_rng(seed), num_hosts
+        self.notes: list[str] = []
         self.outcomes: list[tuple[str, Outcome]] = []
         self.part: tuple[str, int] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
@@ -159,12 +162,16 @@ class Trial:
                     pids.append(int(path.split("/")[2]))
         return [pid for pid in pids if pid != os.getpid()]
 
-    def _check_leftovers(self, segments: set[str], files: set[str]) -> None:
-        until = time.monotonic() + 10  # the kernel removes killed processes in its own time
+    def await_end_of_processes(self) -> None:
+        """Waits until none is left; the kernel removes killed ones in its own time."""
+        until = time.monotonic() + 10
         while pids := self._processes():
             if time.monotonic() > until:
                 raise Unexpected("leftover", f"processes {pids}")
             time.sleep(0.05)
+
+    def _check_leftovers(self, segments: set[str], files: set[str]) -> None:
+        self.await_end_of_processes()
         if left := _unused(set(_segments()) - segments):
             raise Unexpected("leftover", f"segments {sorted(left)}")
         left = {

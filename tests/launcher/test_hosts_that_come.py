@@ -188,7 +188,7 @@ def test_a_stopped_process_does_not_hold_up_the_others(launchers):
     assert_gone(pids)
     launchers.end()
     assert [launchers.status(each) for each in hosts] == [0, 0], launchers.outputs()
-    assert f"(pid {pids[1]}) has been stopped for 2 s (--heartbeat-timeout)" in launchers.output(hosts[1])
+    assert f"(pid {pids[1]}) of host 1 has been stopped for 2 s (--heartbeat-timeout)" in launchers.output(hosts[1])
     assert "rank 1 " in re.search(".* has been stopped for .*", launchers.output(hosts[0]))[0]
 
 

@@ -1,9 +1,11 @@
 """The launcher's output: a reader that blocks, one that is slow, progress bars, log files."""
 
+import concurrent.futures
 import os
 import pathlib
 import signal
 import subprocess
+import threading
 
 import pytest
 from launches import COMMAND, run
@@ -133,12 +135,75 @@ def test_log_files(tmp_path):
     assert {"[0] to out", "[1] to out"} & {*out}
     for folder in (tmp_path / "logs", tmp_path / "logs" / "restart-1"):
         # The other process may have been ended before it wrote.
-        texts = {file.name: file.read_text() for file in folder.glob("*.*")}
+        texts = {file.name: file.read_text() for file in folder.glob("rank-*")}
         assert set(texts) == {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err"}
         assert "to out\n" in texts.values()
         assert "to err\n" in texts.values()
     with pytest.raises(OSError, match=r"^cannot write to --log-dir: .*File exists"):
         LogFiles(pathlib.Path(path)).of(0, 0)
+
+
+def texts_in(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("rank-*")}
+
+
+def test_a_later_job_has_log_files_of_its_own(tmp_path):
+    path, logs = write(tmp_path, "import sys; print(sys.argv[1]); sys.exit(int(sys.argv[2]))"), tmp_path / "logs"
+    arguments = ["-n", "1", "--log-dir", str(logs), "--max-restarts", "1", "--backoff", "0", path]
+    assert run(*arguments, "first", "3")[0] == 3
+    first = texts_in(logs)
+    assert set(first) == {f"{folder}rank-0.{end}" for folder in ("", "restart-1/") for end in ("out", "err")}
+    for job in (2, 3):
+        assert run(*arguments, "later", "0")[0] == 0
+        assert texts_in(logs / f"job-{job}") == {"rank-0.out": "later\n", "rank-0.err": ""}
+    assert {name: text for name, text in texts_in(logs).items() if "job" not in name} == first
+
+
+def test_launchers_of_one_job_share_a_folder(tmp_path):
+    def write_to_log(job, restart, rank, text):
+        logs = LogFiles(tmp_path)
+        told = logs.claim(job)
+        for file in logs.of(restart, rank):
+            with open(file, "a") as opened:
+                opened.write(text)
+        return told
+
+    assert write_to_log("one", 0, 0, "a") is None
+    told = f"the output of this job is in {tmp_path}/job-2: {tmp_path} has that of an earlier one"
+    assert write_to_log("two", 0, 0, "b") == told
+    assert write_to_log("one", 0, 1, "c") is None
+    assert write_to_log("two", 1, 3, "d") == told
+    assert write_to_log("one", 0, 1, "e") is None  # a launcher that was started again
+    outputs = {name: text for name, text in texts_in(tmp_path).items() if name.endswith(".out")}
+    of_second = {"job-2/rank-0.out": "b", "job-2/restart-1/rank-3.out": "d"}
+    assert outputs == {"rank-0.out": "a", "rank-1.out": "ce"} | of_second
+
+
+def test_log_files_of_a_job_that_has_left_no_name(tmp_path):
+    (tmp_path / "rank-2.out").write_text("old")
+    logs = LogFiles(tmp_path)
+    logs.claim("one")
+    assert logs.folder == tmp_path / "job-2"
+    assert (tmp_path / "rank-2.out").read_text() == "old"
+
+
+def test_launchers_that_claim_a_folder_at_once(tmp_path):
+    """Of four jobs with two launchers each, every job gets one folder, and no other gets that."""
+    launchers = [(job, rank) for job in "abcd" for rank in range(2)]
+    together = threading.Barrier(len(launchers))
+
+    def claim(attempt, job, rank):
+        logs = LogFiles(tmp_path / str(attempt))
+        together.wait()
+        logs.claim(job)
+        for file in logs.of(0, rank):
+            os.close(file)
+        return job, logs.folder
+
+    with concurrent.futures.ThreadPoolExecutor(len(launchers)) as pool:
+        for attempt in range(50):
+            claims = set(pool.map(lambda launcher, attempt=attempt: claim(attempt, *launcher), launchers))
+            assert len(claims) == len({folder for _, folder in claims}) == 4, claims
 
 
 def test_log_files_are_closed_when_a_process_has_ended(tmp_path):

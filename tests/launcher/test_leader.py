@@ -1,6 +1,8 @@
 """The launcher that leads hosts that come and go, and one that follows, without processes or connections."""
 
 import asyncio
+import dataclasses
+import signal
 import types
 
 import pytest
@@ -8,10 +10,11 @@ import pytest
 from jax_ring.launcher import events
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import Failure
+from jax_ring.launcher.hosts.generation import Generation, Outcome, Phase
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader
 from jax_ring.launcher.job import Job
-from jax_ring.launcher.shared import Needs, Outcome, Shared
+from jax_ring.launcher.shared import Needs, Shared
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -59,8 +62,7 @@ class Hosts:
         return member
 
     def events(self):
-        found = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
-        return [event for event in found if not isinstance(event, events.HostsChanged)]
+        return [self.queue.get_nowait() for _ in range(self.queue.qsize())][1:]  # after the beginning
 
 
 def test_a_host_that_goes_away_again_changes_nothing():
@@ -70,7 +72,8 @@ def test_a_host_that_goes_away_again_changes_nothing():
         await job.goes(await job.comes("c"))
         assert member.sent == [{"pending": True, "attempt": 1}, {"pending": False, "attempt": 1}]
         assert job.events() == [events.ChangePending(True), events.ChangePending(False)]
-        assert not job.leader.has_changed
+        job.leader.generation.end("for a test")
+        assert not job.leader.generation.outcome(Failure("a", 0, "failed")).has_changed
 
     asyncio.run(run())
 
@@ -83,16 +86,15 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
         job = Hosts()
         member = await job.begin()
         other = await job.comes("c") if comes else None
-        job.leader.tell("left", [True, "rank 0 has left"])
+        job.leader.follower.tell("left", [0, "rank 0 has left"])
         if other:
             await job.goes(other)
         assert member.sent == comes * [{"pending": True, "attempt": 1}]
-        member.messages.put_nowait({"left": [True, "rank 1 has left"], "attempt": 1})
+        member.messages.put_nowait({"left": [1, "rank 1 has left"], "attempt": 1})
         await asyncio.sleep(0)
-        job.leader.ended()
-        assert job.events()[-1] == events.AllLeft("rank 1 has left")
+        assert job.events()[-1] == events.End("rank 1 has left", signal.SIGKILL, 0.0)
         assert job.leader.hosts() == job.register.started.hosts
-        assert job.leader.has_changed == comes
+        assert job.leader.generation.outcome(None).has_changed == comes
 
     asyncio.run(run())
 
@@ -108,7 +110,7 @@ def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
         assert not agreed.done()
         links[1].messages.put_nowait(answer)
         assert await agreed == (answer and Group(1, hosts, "job"))
-        assert list(job.leader.guests) == ["b", "c"][: 2 if answer else 1]
+        assert list(job.leader.guests) == ["a", "b", "c"][: 3 if answer else 2]
 
     asyncio.run(run())
 
@@ -147,7 +149,7 @@ def test_enough_hosts_wait_for_more_as_long_as_they_may(monkeypatch):
         return Outcome(0)
 
     monkeypatch.setattr(job, "_generation", generation)
-    assert asyncio.run(job._lead()) == Outcome(0), said
+    assert asyncio.run(job._lead()) == 0, said
 
 
 def test_the_others_have_time_when_a_host_is_lost_before_it_agrees(monkeypatch):
@@ -174,8 +176,13 @@ def test_the_others_have_time_when_a_host_is_lost_before_it_agrees(monkeypatch):
 def test_a_spare_has_time_to_find_the_next_leader():
     job, search, said = alone(node_timeout=10.0)
     search._since -= 100
-    job._shared.queue.put_nowait(events.LeaderLost("the launcher that leads has ended"))
-    assert asyncio.run(job._followed(None)) is None
+
+    async def scenario():
+        lost = events.LeaderLost("the launcher that leads has ended")
+        asyncio.get_running_loop().call_soon(job._shared.queue.put_nowait, lost)
+        return await job._followed(None)
+
+    assert asyncio.run(scenario()) is None
     assert said == ["the launcher that leads has ended"]
     assert search.seconds_left() > 5
 
@@ -206,8 +213,8 @@ def test_another_program_at_the_address_is_named():
     [
         (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1})), (0, 2, 3), "going on with 3 processes"),
         (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1, 2, 3})), None, "it takes 2 (min_processes)"),
-        (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1}), has_finished=True), None, "failed: rank 1 failed"),
-        (Outcome(1, Failure("host 1", -1, "is gone")), None, "failed: host 1 is gone"),
+        (Outcome(1, Failure("rank 1", 1, "failed"), frozenset({1}), has_finished=True), None, ""),
+        (Outcome(1, Failure("host 1", -1, "is gone")), None, ""),
     ],
 )
 def test_those_that_remain_go_on_without_restarts(outcome, goes_on, said):
@@ -218,15 +225,13 @@ def test_those_that_remain_go_on_without_restarts(outcome, goes_on, said):
     async def scenario():
         leader = search.lead()
         group = await search.formed(leader)
-        leader.begin(group, "localhost:2")
-        leader.ended()
         if await job._goes_on(leader, group, outcome):
             (host,) = leader.hosts()
             return host.slots
         return None
 
     assert asyncio.run(scenario()) == goes_on
-    assert any(said in line for line in lines), lines
+    assert said in "\n".join(lines)
 
 
 @pytest.mark.parametrize(("has_commit", "wait"), [(False, 4), (True, 0)])
@@ -248,3 +253,106 @@ def test_nobody_waits_after_a_generation_with_a_commit(has_commit, wait, monkeyp
     assert asyncio.run(scenario())
     assert slept == [wait]
     assert lines == [f"failed: rank 0 failed; restart 1 of 1 in {wait} s"]
+
+
+# ---- How a generation comes to its end -------------------------------------------------------------------------------
+
+
+class Watched:
+    """A generation of ranks 0 and 1 on one host, and 2 and 3 on another. seconds: --failure-grace."""
+
+    def __init__(self, seconds=0.0, grace=0.0, needs=None):
+        shared = Shared(Options((), failure_grace=seconds, grace=grace, leave_timeout=0.05))
+        shared.output, shared.needs = types.SimpleNamespace(log=lambda text: None), needs
+        self.sent = []
+        hosts = tuple(Host(name, "", (0, 1)) for name in "ab")
+        self.generation = Generation(shared, Group(1, hosts), 0, self.sent.append)
+
+    def fails(self, rank, *, is_final=True, **options):
+        failure = Failure(f"rank {rank}", rank, "failed", **options)
+        self.generation.take(rank // 2, "failed", [dataclasses.asdict(failure), is_final])
+
+    def exits(self, *ranks):
+        for rank in ranks:
+            self.generation.take(rank // 2, "exited", [rank, f"rank {rank}"])
+
+    @property
+    def ends(self):
+        return [message["end"] for message in self.sent if "end" in message]
+
+
+def soon(scenario):
+    async def run():
+        scenario()
+        await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+def test_it_is_over_when_all_have_exited():
+    watched = Watched()
+    soon(lambda: watched.generation.take(0, "initializes", 0))
+    soon(lambda: watched.exits(0, 1, 2))
+    assert not watched.generation.is_over()
+    soon(lambda: watched.exits(3))
+    assert watched.generation.is_over()
+    assert (watched.generation.outcome(None), watched.ends) == (Outcome(0), [])
+
+
+@pytest.mark.parametrize(("needs", "signum"), [(None, signal.SIGTERM), (Needs(), signal.SIGKILL)])
+def test_a_failure_ends_it_once(needs, signum):
+    watched = Watched(needs=needs)
+    soon(lambda: [watched.fails(2, status=7), watched.fails(3)])
+    assert watched.ends == [["rank 2 of host 1 failed", signum, 0.0]]
+    assert not watched.generation.is_over()
+    for host in range(2):
+        watched.generation.take(host, "ended", True)
+    assert watched.generation.is_over()
+    outcome = watched.generation.outcome(None)
+    assert (outcome.status, str(outcome.failure), outcome.lost) == (7, "rank 2 of host 1 failed", {2, 3})
+
+
+def test_a_process_that_others_blame_has_time_to_fail():
+    watched = Watched(seconds=0.1)
+
+    async def scenario():
+        watched.fails(0, caused_by=3)
+        assert watched.sent == [{"blamed": 3}]  # its host looks whether it is stopped
+        assert watched.generation.phase is Phase.DOUBTING
+        await asyncio.sleep(0.02)
+        watched.fails(3, status=9)
+
+    asyncio.run(scenario())
+    assert watched.ends == [["rank 3 of host 1 failed", signal.SIGTERM, 0.1]]
+    assert watched.generation.outcome(None).lost == {3}
+
+
+def test_the_blamed_one_is_lost_where_nothing_is_known_of_it():
+    watched = Watched(needs=Needs())
+    soon(lambda: watched.fails(0, caused_by=3))
+    assert len(watched.ends) == 1
+    assert watched.generation.outcome(None).lost == {3}
+
+
+def test_an_exception_that_is_caught_is_no_failure():
+    watched = Watched()
+    soon(lambda: [watched.fails(1, is_final=False), watched.fails(0, is_final=False, caused_by=1), watched.exits(1, 0)])
+    assert watched.ends == [["rank 0 failed", signal.SIGTERM, 0.0]]  # the blame alone would have ended it
+    watched = Watched()
+    soon(lambda: [watched.fails(1, is_final=False), watched.exits(1)])
+    assert watched.ends == []
+
+
+def test_those_that_have_left_wait_for_the_others():
+    watched = Watched()
+
+    async def scenario():
+        watched.generation.take(0, "left", [0, "rank 0 has left"])
+        await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    late = "rank 0 has left; others have not within 0.05 s (--leave-timeout)"
+    assert watched.ends == [[late, signal.SIGKILL, 0.0]]
+    watched.generation.lose(1, "is gone", is_change=True)
+    assert watched.generation.outcome(None).has_changed
+    assert len(watched.ends) == 1

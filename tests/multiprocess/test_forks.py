@@ -40,7 +40,7 @@ def exit_of_child():
     # Not all exit handlers: that of jax.distributed waits for the other processes.
     from jax_ring.distributed import exit_notice
 
-    exit_notice._at_exit()
+    exit_notice._at_exit(None, None)
     os._exit(0)
 
 

@@ -115,13 +115,13 @@ def test_no_modules_import_each_other():
 
 
 def test_private_names_of_jax_are_in_one_module():
-    """The coordinator's server, which runs without the package, is the other."""
+    """The coordinator's server and its clients, which run without the package, have the others."""
     named = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
         if re.search(r"^\s*(from|import) (jax\._src|jaxlib import _)", path.read_text(), re.MULTILINE)
     }
-    assert named == {"_compat.py", "launcher/coordinator/server.py"}
+    assert named == {"_compat.py", "launcher/coordinator/client.py", "launcher/coordinator/server.py"}
 
 
 # What regular expressions read, by file. Of jax_ring's own messages it is the number of a failure, and nothing else.
@@ -161,7 +161,7 @@ def test_the_launcher_and_what_it_runs_do_not_need_jax():
         "import sys, runpy; before = {*sys.modules}; runpy.run_path(sys.argv[1]); "
         "print([name for name in {*sys.modules} - before if 'jax' in name])"
     )
-    for name in ("protocol.py", "worker.py", "coordinator/server.py", "../foreign_errors.py"):
+    for name in ("protocol.py", "worker.py", "coordinator/client.py", "coordinator/server.py", "../foreign_errors.py"):
         program = [sys.executable, "-P", "-c", standard, str(launcher / name)]
         result = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
         assert result.stdout.strip() == "[]", (name, result.stderr)

@@ -3,9 +3,11 @@
 import functools
 import gc
 import math
+import os
 import re
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,14 @@ import pytest
 from helpers import run_python
 
 import jax_ring
-from jax_ring.progress import notes
-from jax_ring.progress import watch as watching
+from jax_ring.progress import process
+from jax_ring.progress.process import are_ready, progress
 
 
 def completed_after(count, before):
     """Waits until so many steps are noted as completed."""
     until = time.monotonic() + 60
-    while (done := notes.page().read()).completed < before.completed + count:
+    while (done := progress().page.read()).completed < before.completed + count:
         assert time.monotonic() < until, done
         time.sleep(0.001)
     return done
@@ -30,7 +32,7 @@ def completed_after(count, before):
 def nothing_runs():
     """Waits until the steps of other tests, which may not have awaited them, are noted as completed."""
     until = time.monotonic() + 60
-    while (done := notes.page().read()).completed < done.started:
+    while (done := progress().page.read()).completed < done.started:
         assert time.monotonic() < until, done
         time.sleep(0.001)
     return done
@@ -47,7 +49,7 @@ def test_it_is_the_function():
     result = step(jnp.arange(3), 2)
     np.testing.assert_array_equal(result["x"], [2, 3, 4])
     done = completed_after(1, before)
-    assert done.started == done.returned == done.completed == before.started + 1
+    assert done.started == done.completed == before.started + 1
     assert (step.__name__, step.__doc__) == ("step", "Adds.")
     assert step.lower(jnp.arange(3), 2).compile()(jnp.arange(3))["n"] == 2
     assert step.eval_shape(jnp.arange(3), 2)["x"].shape == (3,)
@@ -65,12 +67,12 @@ def test_it_is_the_function():
 
 def test_calls_in_a_trace_are_those_of_the_function():
     step = jax_ring.watch(lambda x: jnp.sin(x).sum())
-    before = notes.page().read()
+    before = progress().page.read()
     x = jnp.arange(3.0)
     np.testing.assert_array_equal(jax.grad(step)(x), jnp.cos(x))
     np.testing.assert_array_equal(jax.jit(step)(x), jax.jit(lambda x: jnp.sin(x).sum())(x))
     assert jax.vmap(step)(jnp.ones((2, 3))).shape == (2,)
-    assert notes.page().read().started == before.started
+    assert progress().page.read().started == before.started
 
 
 def test_an_exception_ends_a_step():
@@ -78,13 +80,13 @@ def test_an_exception_ends_a_step():
     def step(x):
         raise ValueError("bad batch")
 
-    before = notes.page().read()
+    before = progress().page.read()
     with pytest.raises(ValueError, match="bad batch"):
         step(1)
     completed_after(1, before)
 
 
-def test_a_step_is_complete_once_those_before_are():
+def test_as_many_are_complete_as_have_returned():
     """In two threads the later one may be over first."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -94,41 +96,39 @@ def test_a_step_is_complete_once_those_before_are():
             begun.set()
             go_on.wait()
 
-    before = notes.page().read()
+    before = nothing_runs()
     thread = threading.Thread(target=step, args=(True,))
     thread.start()
     begun.wait()
     step(False)
-    until = time.monotonic() + 60
-    while not (now := notes.page().read()).recent[before.started + 2].completed:
-        assert time.monotonic() < until
-    assert (now.returned, now.completed) == (before.returned, before.started)
+    now = completed_after(1, before)
+    assert (now.started, now.completed) == (before.started + 2, before.completed + 1)
     go_on.set()
-    completed_after(2, now)
+    assert completed_after(2, before).started == before.started + 2
     thread.join()
 
 
-def test_steps_of_two_threads_are_noted_in_the_order_of_their_numbers(monkeypatch):
-    """A hang of the later one would not be reported if the earlier one could be noted after it."""
-    first_starts, second_has = threading.Event(), threading.Event()
-    start = notes.page().start
-
-    def started(number, function):
-        if not first_starts.is_set():
-            first_starts.set()
-            second_has.wait(0.2)  # in vain: the second one has to wait
-        start(number, function)
-
-    monkeypatch.setattr(notes.page(), "start", started)
-    before = notes.page().read()
-    step = jax_ring.watch(lambda: None)
-    first = threading.Thread(target=step)
-    first.start()
-    first_starts.wait()
-    step()
-    second_has.set()
-    first.join()
+def test_calls_within_a_step_are_part_of_it():
+    inner = jax_ring.watch(lambda x: x + 1)
+    outer = jax_ring.watch(lambda x: inner(x) + inner(x))
+    before = nothing_runs()
+    assert outer(1) == 4
+    assert completed_after(1, before).started == before.started + 1
+    assert inner(1) == 2
     assert completed_after(2, before).started == before.started + 2
+
+
+@pytest.mark.filterwarnings("ignore")  # JAX's threads do not exist there
+def test_a_forked_child_notes_nothing():
+    step = jax_ring.watch(lambda: None)
+    step()
+    before = nothing_runs()
+    child = os.fork()
+    if not child:
+        step()
+        os._exit(int(progress().page.read().started != 0))
+    assert os.waitpid(child, 0)[1] >> 8 == 1
+    assert progress().page.read().started == before.started
 
 
 def test_compilations_are_noted():
@@ -137,13 +137,13 @@ def test_compilations_are_noted():
     @jax_ring.watch
     @jax.jit
     def step(x):
-        seen.append(notes.page().read())
+        seen.append(progress().page.read())
         return x
 
     step(jnp.zeros(3)).block_until_ready()
-    assert seen[0].compiling_since > 0
+    assert seen[0].compiling_for > 0
     assert seen[0].compiling == "step"
-    assert notes.page().read().compiling_since == 0
+    assert progress().page.read().compiling_for == 0
 
 
 @pytest.mark.parametrize(
@@ -163,34 +163,34 @@ def test_refused_arguments(arguments, error, text):
 
 
 def test_the_arrays_that_are_waited_for():
-    """One of a program, all of several; those that were donated tell nothing."""
-    donated, ready = jnp.zeros(2), jnp.zeros(3)
+    """Those that were donated tell nothing."""
+    donated, ready = jnp.zeros(2), jax.block_until_ready(jnp.zeros(3))
     donated.delete()
-    for of_one_program in (False, True):
-        assert watching.wait_for([3, donated, ready], of_one_program=of_one_program)
-        assert not watching.wait_for([3, donated], of_one_program=of_one_program)
-        assert watching.wait_for([3], of_one_program=of_one_program)
+    assert are_ready([3, donated, ready])
+    assert are_ready([3, donated]) is None
+    assert are_ready([3, jax.random.key(0)])
+    running = types.SimpleNamespace(is_ready=lambda: False, is_deleted=lambda: False)
+    assert are_ready([donated, ready, running]) is False
 
 
 def test_large_outputs_are_not_kept(monkeypatch):
-    """The thread may be many steps behind."""
-    go_on = threading.Event()
-    monkeypatch.setattr(watching, "wait_for", lambda leaves, **kwargs: go_on.wait())
-    step = jax_ring.watch(jax.jit(lambda x: (x + 1, x[0])))
-    before, x = notes.page().read(), jnp.zeros(54_321)
-    for _ in range(3):
-        x, _ = step(x)
-    try:
+    """What is waited for may be many steps behind."""
+    before, x = nothing_runs(), jnp.zeros(54_321)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "are_ready", lambda outputs: False)
+        step = jax_ring.watch(jax.jit(lambda x: (x + 1, x[0])))
+        for _ in range(3):
+            x, _ = step(x)
+            time.sleep(0.2)
+        assert progress().page.read().completed == before.completed
         assert [y is x for y in jax.live_arrays() if y.shape == x.shape] == [True]
-    finally:
-        go_on.set()
     completed_after(3, before)
 
 
 def test_all_outputs_are_donated():
-    """A thread finds most of them deleted. A later step tells of those before."""
+    """Most of them are found deleted. A later step tells of those before."""
     step = jax_ring.watch(jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0))
-    before = notes.page().read()
+    before = progress().page.read()
     state = {"a": jnp.zeros(1000), "b": jnp.zeros(())}
     for _ in range(300):
         state = step(state)
@@ -199,9 +199,9 @@ def test_all_outputs_are_donated():
 
 
 def test_small_outputs_are_donated():
-    """Another output is waited for, though it is large."""
+    """Those of the last step are there."""
     step = jax_ring.watch(jax.jit(lambda n, m: (n + 1, m + 1, jnp.arange(1000) + n), donate_argnums=(0, 1)))
-    before, n, m = notes.page().read(), jnp.zeros(()), jnp.zeros(10)
+    before, n, m = progress().page.read(), jnp.zeros(()), jnp.zeros(10)
     for _ in range(10):
         n, m, large = step(n, m)
         deadline = time.monotonic() + 60
@@ -230,7 +230,7 @@ def test_no_false_alarm_and_cost(capfd, tmp_path, record_property):
 
     program = jax.jit(body, donate_argnums=0)
     watched = jax_ring.watch(program, seconds=10)
-    before = notes.page().read()
+    before = progress().page.read()
     costs = []
     for step in (program, watched):
         steps_of(step, 100)
@@ -289,9 +289,87 @@ calls_another(2.0)
     assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in in_python\n", first, re.DOTALL), first
     assert "rank 0 has not completed step 3 (on_device) within 0.4 s" in second
     assert re.search(r"process 0 \(pid \d+\): in a callback of the device's program; .* in blocks\n", second, re.DOTALL)
-    # The watched function that it calls is done.
     assert "rank 0 has not completed step 5 (calls_another) within 0.4 s" in third
     assert re.search(r"process 0 \(pid \d+\): in Python; .*MainThread:.*in calls_another\n", third, re.DOTALL), third
     result = run_python(HANGS.format(on_stuck="end", calls="in_python(60)"))
     assert (result.returncode, result.stdout) == (1, ""), result.stderr
     assert "rank 0 has not completed step 1 (in_python)" in result.stderr
+
+
+LAUNCHES = """
+import threading, time, jax_ring, numpy as np
+import jax.numpy as jnp
+from jax_ring import _compat
+from jax_ring.progress.process import progress
+from jax_ring.progress.watch import watch_executions
+
+watch_executions()
+assert _compat._looked_up == [None]
+traced, begun, go_on = [], threading.Event(), threading.Event()
+
+@jax.jit
+def add(x):
+    traced.append(x.shape)
+    return jnp.where(x > 1, x + 1, x)
+
+def completed(count):
+    until = time.monotonic() + 60
+    while (notes := progress().page.read()).completed < count:
+        assert time.monotonic() < until, notes
+        time.sleep(0.01)
+    return notes
+
+compiled = add.lower(np.ones(4, np.float32)).compile()
+for number in range(100):
+    x = add(np.ones(4, np.float32))
+    compiled(x)
+    x + 1
+    assert _compat._looked_up == [None]  # what was looked up was launched
+    if number == 1:
+        count = progress().page.read().started
+    if number == 50:  # programs are found with a value that another one has changed
+        jax.jit(lambda x: x - 1)(x)
+assert traced == [(4,)] * len(traced) and len(traced) <= 2, traced  # lowered once, and called
+assert add._cache_size() == 1
+assert completed(count + 98 * 3 + 1).started == count + 98 * 3 + 1
+
+# What is looked up but not launched is no launch, and neither is one that has failed.
+add.lower(np.ones(4, np.float32))
+jax.make_jaxpr(add)(x)
+y = jnp.ones(4)
+y.delete()
+try:
+    add(y)
+except RuntimeError:
+    pass
+time.sleep(0.5)
+notes = progress().page.read()
+assert notes.started == notes.completed, notes
+
+# One that blocks is seen before it returns.
+def block(x):
+    begun.set()
+    go_on.wait(60)
+    return x
+
+@jax.jit
+def blocks(x):
+    return jax.pure_callback(block, jax.ShapeDtypeStruct((), np.float32), x)
+
+thread = threading.Thread(target=lambda: blocks(np.float32(1)).block_until_ready())
+thread.start()
+begun.wait()
+time.sleep(0.5)
+now = progress().page.read()
+assert now.started == notes.started + 1 == now.completed + 1, now
+assert progress()._where().kind == "callback"
+go_on.set()
+thread.join()
+completed(notes.started + 1)
+print("ends")
+"""
+
+
+def test_launches():
+    result = run_python(LAUNCHES)
+    assert (result.returncode, result.stdout) == (0, "ends\n"), result.stderr

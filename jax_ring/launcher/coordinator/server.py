@@ -1,18 +1,15 @@
 """JAX's coordination service in its own process, so that no process of a job is special.
 
 The launcher runs this file by path, a process per service. It loads jaxlib, reads one JSON command from standard input,
-starts the service, answers, and ends with its input. `worker.py` loads the file for `without_service`.
+starts the service, answers, and ends with its input.
 
-It uses private names of JAX beside `jax_ring/_compat.py`, because it must not import the package: that takes seconds,
-and in a script's process would import JAX too early.
+It uses private names of JAX beside `jax_ring/_compat.py`, because importing the package takes seconds.
 """
 
-import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 # A process without a heartbeat for this long counts as dead. Only queries for live processes see that: the launcher
 # knows of deaths, and the engine notices them.
@@ -33,55 +30,7 @@ def without_proxy(address: str, outer: Mapping[str, str] = os.environ) -> dict[s
     return {name: ",".join(filter(None, (given, host))) for name, given in entries.items()}
 
 
-@contextlib.contextmanager
-def without_service() -> Iterator[None]:
-    """Within the block, `jax.distributed.initialize` starts no service in process 0."""
-    from jax._src import distributed
-
-    module, name = getattr(distributed, "_jax", None), "get_distributed_runtime_service"
-    if (original := getattr(module, name, None)) is None:
-        import jax
-
-        raise RuntimeError(
-            f"jax_ring.launch does not support JAX {jax.__version__}: jax._src.distributed has no "
-            "_jax.get_distributed_runtime_service. Upgrade jax_ring, or install a version of JAX that it was tested "
-            "with (see its README)."
-        )
-    setattr(module, name, lambda *args, **options: None)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-@contextlib.contextmanager
-def with_own_handler() -> Iterator[None]:
-    """Within the block JAX may connect; the script's handler of SIGTERM, if it has one, is back afterwards.
-
-    JAX's preemption service replaces it, and Python does not notice.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if callable(handler):
-            with contextlib.suppress(ValueError):  # in another thread than the main one Python refuses
-                signal.signal(signal.SIGTERM, handler)
-
-
-def stand_in(address: str, process_id: int) -> None:
-    """Connects for a process that has died: others wait in `connect` for it, and would abort."""
-    from jaxlib import _jax
-
-    client = _jax.get_distributed_runtime_client(address, process_id, shutdown_on_destruction=False)
-    client.connect()
-    sys.stdin.read()
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["stand-in"]:
-        stand_in(sys.argv[2], int(sys.argv[3]))
-        os._exit(0)
     from jaxlib import _jax  # the slow part, done before the command comes
 
     if line := sys.stdin.readline():

@@ -1,104 +1,92 @@
-"""A launcher that is led: it agrees to what is proposed, and does with its processes what it is told."""
+"""A launcher that is led, by another one or by itself: it agrees to what is proposed, and queues what it is to do."""
 
 import asyncio
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.events import Failure
 from jax_ring.launcher.hosts.groups import Evidence, Group, Register
 from jax_ring.launcher.hosts.links import Link
-from jax_ring.launcher.shared import Role
+from jax_ring.launcher.watching.others import Others
+
+Send = Callable[[dict[str, Any]], None]
 
 
-class Follower(Role):
-    """The side of a launcher that another one leads.
+class Follower:
+    """The side of a launcher that is led.
 
-    leader: the other one in messages, after "the launcher". leader_id: its id. own_id: this host's.
+    own_id: of this host. to_leader: sends a message to the launcher that leads.
+
+    Attributes:
+      leads: whether this launcher leads, too.
+      others: what a launcher that leads knows of the processes of other hosts.
+      asks_where: set if the launcher that leads asks where this host's processes are.
+      is_lost: whether that launcher is gone.
     """
 
-    leads = False
-
-    def __init__(
-        self,
-        link: Link,
-        leader: str,
-        own_id: str,
-        leader_id: str,
-        register: Register,
-        evidence: Evidence,
-        queue: asyncio.Queue[events.Event],
-    ) -> None:
-        super().__init__()
-        self._link, self._leader, self._leader_id, self._register = link, leader, leader_id, register
-        self._own_id, self._evidence, self._queue = own_id, evidence, queue
+    def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
+        self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
         self._attempt = -1
-        self.is_lost = False  # whether the launcher that leads is gone
+        self.leads = self.is_lost = False
+        self.others = Others(lambda message, host: None)
         self.asks_where = asyncio.Event()
-        self._receiving = asyncio.create_task(self._receive())
 
-    async def close(self) -> None:
-        self._receiving.cancel()
-        await self._link.close()
+    async def receive(self, link: Link, leader: str, leader_id: str, evidence: Evidence) -> None:
+        """Takes the messages of another launcher, until the connection ends.
 
-    def tell_gone(self, gone: list[str]) -> None:
-        self._link.send({"gone": gone})
-
-    async def _receive(self) -> None:
-        while (message := await self._link.receive()) is not None:
-            if self._take(message):
-                return
+        leader: what it is called, after "the launcher". leader_id: its id.
+        """
+        while (message := await link.receive()) is not None:
+            self.take(message)
         self.is_lost = True
-        self._link.abort()
-        self._evidence.lost(self._leader_id, self._link.heard, self._link.acknowledged)
-        how = "is silent" if self._link.is_silent else "has ended, or cannot be reached"
-        self._queue.put_nowait(events.LeaderLost(f"the launcher {self._leader} {how}"))
+        link.abort()
+        evidence.lost(leader_id, link.heard, link.acknowledged)
+        how = "is silent" if link.is_silent else "has ended, or cannot be reached"
+        self._queue.put_nowait(events.LeaderLost(f"the launcher {leader} {how}"))
 
-    def _take(self, message: dict[str, Any]) -> bool:
-        """Takes a message; returns whether it is the last one."""
+    def take(self, message: dict[str, Any]) -> None:
+        """Takes a message of the launcher that leads."""
         if "propose" in message:
             group = Group.of_message(message["propose"])
             self._register.learn(self._register.started, [group])
-            self._link.send({"accepted": group.number})
+            self._to_leader({"accepted": group.number})
         elif "started" in message:
             self._register.learn(Group.of_message(message["started"]), [])
         elif "start" in message:
-            self._start(message["start"])
-        elif "end" in message:
-            self._queue.put_nowait(events.JobEnded(*message["end"]))
+            group = Group.of_message(message["start"]["group"])
+            self._register.learn(group, [])
+            self._attempt = group.number
+            plan = group.plan_of(self._own_id, message["start"]["coordinator"])
+            self._queue.put_nowait(events.Begin(plan, message["start"]["restarts"]))
+        elif "over" in message:
+            self._queue.put_nowait(events.JobEnded(*message["over"]))
         elif message.get("attempt") == self._attempt:
-            if "stop" in message:
-                self._queue.put_nowait(events.End(*message["stop"]))
+            if "end" in message:
+                self._queue.put_nowait(events.End(*message["end"]))
             elif "pending" in message:
                 self._queue.put_nowait(events.ChangePending(message["pending"]))
+            elif "blamed" in message:
+                self._queue.put_nowait(events.Blamed(message["blamed"]))
             elif "where" in message:
                 self.asks_where.set()
             elif "stuck" in message:
                 blamed, waiting = message["stuck"]
                 self._queue.put_nowait(events.Stuck(dict(blamed), tuple(waiting)))
-        return "end" in message
-
-    def _start(self, start: dict[str, Any]) -> None:
-        group = Group.of_message(start["group"])
-        self._register.learn(group, [])
-        self._attempt = group.number
-        plan = group.plan_of(self._own_id, start["coordinator"])
-        self._queue.put_nowait(events.Begin(plan, start["restarts"]))
-
-    # ---- Called by the generation ------------------------------------------------------------------------------------
-
-    def _send(self, message: dict[str, Any], index: int | None) -> None:
-        """Nothing: only a launcher that leads asks others."""
-
-    def succeeded(self) -> bool:
-        return False
-
-    def tell_failure(self, failure: Failure) -> bool:
-        self.tell("failed", dataclasses.asdict(failure))
-        return not self.is_lost
-
-    def tell_stop(self, signum: int, grace: float, reason: str) -> None:
-        """Nothing: the launcher that leads hears of the failure, and that processes have ended."""
 
     def tell(self, what: str, value: Any) -> None:
-        self._link.send({what: value, "attempt": self._attempt})
+        """Tells the launcher that leads of this host's processes in the generation.
+
+        what: "failed" with a `Failure`, and whether the process has ended or is to; "exited" with the rank and the name
+          of one that has with status 0; "initializes" with a rank; "left" with a rank and why; "enlisted" with the
+          `Needs` of an elastic job; "progress" with what `others.encoded` gives; "signalled" with how this launcher
+          ends its processes; "ended" once none runs.
+        """
+        self._to_leader({what: value, "attempt": self._attempt})
+
+    def tell_gone(self, gone: list[str]) -> None:
+        """Tells which hosts can no longer start a group of their own."""
+        self._to_leader({"gone": gone})
+
+    def lead(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
+        """This launcher leads. send: sends a message to a host, or to all."""
+        self.leads, self.others = True, Others(send)

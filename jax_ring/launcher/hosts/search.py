@@ -115,12 +115,19 @@ class Search:
             raise CannotGoOnError(f"{who} has refused this host: {message['error']}", status=2)
         self._evidence.found(message["welcome"])
         name = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
-        self.follower = Follower(
-            link, name, self.own.id, message["welcome"], self._register, self._evidence, self._shared.queue
-        )
+        self._link = link
+        self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
+        self._receiving = asyncio.create_task(self.follower.receive(link, name, message["welcome"], self._evidence))
         if self._options.hosts_change:
             self._shared.output.log(f"follows the launcher at {address}")
         return self.follower
+
+    async def leave(self) -> None:
+        """Follows no longer."""
+        if self.follower is not None:
+            self.follower = None
+            self._receiving.cancel()
+            await self._link.close()
 
     # ---- Who is there ------------------------------------------------------------------------------------------------
 
@@ -229,13 +236,14 @@ class Search:
                 found[self.own.address] = self._answer()
                 if best_leader(found, self._order) != self.own.address:
                     return None
+            leader.follower.tell_gone(self.gone())
             hosts = leader.hosts()
-            if hosts and (not self._options.hosts_change or leader.is_enough(self.gone())):
+            if hosts and (not self._options.hosts_change or leader.is_enough()):
                 self.had_enough()
                 enough_since = enough_since or now
                 if self._is_time(leader, hosts, time.monotonic() - enough_since):
                     job = self._register.started.job or secrets.token_hex(8)
-                    if (group := await leader.agree(hosts, job)) and leader.is_complete(group):
+                    if group := await leader.agree(hosts, job):
                         return group
                     self.had_enough()  # until one was lost
             else:
@@ -251,7 +259,7 @@ class Search:
             return True
         if last.number == 0:
             return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
-        here = {self.own.id, *leader.guests}
+        here = leader.guests
         return waited >= self._regroup or all(
             host in here or self._evidence.is_accounted_for(host) for host in last.ids
         )
@@ -277,7 +285,7 @@ class Search:
         if not options.hosts_change:
             if len(here) == options.nnodes:
                 return self.leader.why_not()  # type: ignore[union-attr]
-            ranks = {options.node_rank, *(guest.node_rank for guest in self.leader.guests.values())}  # type: ignore
+            ranks = {guest.node_rank for guest in self.leader.guests.values()}  # type: ignore[union-attr]
             missing = ", ".join(str(rank) for rank in range(options.nnodes) if rank not in ranks)
             return f"hosts {missing} are not there after {waited}"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self._since))

@@ -1,0 +1,154 @@
+"""What a process does as a client of JAX's coordination service: how it joins, and how it ends.
+
+`worker.py` loads this file by path, because it must not import the package. Private names of JAX are only used once the
+script has imported it.
+"""
+
+import contextlib
+import os
+import pathlib
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_POLL_SECONDS = 0.002
+# At most this fraction of processor time within this many seconds means that no program of JAX runs.
+_QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
+
+
+@contextlib.contextmanager
+def without_service() -> Iterator[None]:
+    """Within the block, `jax.distributed.initialize` starts no service in process 0."""
+    from jax._src import distributed
+
+    module, name = getattr(distributed, "_jax", None), "get_distributed_runtime_service"
+    if (original := getattr(module, name, None)) is None:
+        import jax
+
+        raise RuntimeError(
+            f"jax_ring.launch does not support JAX {jax.__version__}: jax._src.distributed has no "
+            "_jax.get_distributed_runtime_service. Upgrade jax_ring, or install a version of JAX that it was tested "
+            "with (see its README)."
+        )
+    setattr(module, name, lambda *args, **options: None)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def with_own_handler() -> Iterator[None]:
+    """Within the block JAX may connect; the script's handler of SIGTERM, if it has one, is back afterwards.
+
+    JAX's preemption service replaces it, and Python does not notice.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler):
+            with contextlib.suppress(ValueError):  # in another thread than the main one Python refuses
+                signal.signal(signal.SIGTERM, handler)
+
+
+class Programs:
+    """The programs that this process has launched, which others may need until they have ended.
+
+    There is nothing to ask: nobody may refer to their results. JAX runs programs of several devices, or of one device
+    and thread, one after the other, so that another program tells. A launch on several devices waits for those before
+    it without end, therefore a thread does it, which has to be there before Python ends. Programs on single devices
+    that other threads have launched show by their processor time.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._answer, name="jax_ring end of programs", daemon=True)
+        self._has_thread = False
+        with contextlib.suppress(RuntimeError):  # at a limit of threads
+            self._thread.start()
+            self._has_thread = True
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until they have ended, or failed. Returns whether they have, in the main thread."""
+        bridge: Any = sys.modules.get("jax._src.xla_bridge")
+        if bridge is None or not bridge.backends_are_initialized():
+            return True
+        until = time.monotonic() + seconds
+        try:
+            results = [array for client in _clients() for array in client.live_arrays() if not array.is_deleted()]
+            if not _come_true(until, *(array.is_ready for array in results)):
+                return False
+            have_ended = threading.Event()
+            if self._has_thread:
+                self._asked.put(have_ended)
+            else:
+                have_ended.set()
+            last = [_launch([device]) for client in _clients() for device in client.local_devices()]
+            if not _come_true(until, have_ended.is_set, *(array.is_ready for array in last)):
+                return False
+        except (RuntimeError, ValueError):  # JAX's errors: a program has failed, or its backend is gone
+            return True
+        while (left := until - time.monotonic()) > 0:
+            seconds, used = min(_QUIET_SECONDS, left), _processor_seconds()
+            time.sleep(seconds)
+            if _processor_seconds() - used <= _BUSY_FRACTION * seconds:
+                return True
+        return False
+
+    def end(self) -> None:
+        """Ends the thread: one that came back from JAX while Python ends would end the process by a signal."""
+        self._asked.put(None)
+        if self._has_thread:
+            self._thread.join(_QUIET_SECONDS)
+
+    def _answer(self) -> None:
+        while (have_ended := self._asked.get()) is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                for client in _clients():
+                    if len(client.local_devices()) > 1:
+                        _launch(client.local_devices()).block_until_ready()
+            have_ended.set()
+
+
+def _clients() -> list[Any]:
+    from jax.extend import backend
+
+    return list({id(client): client for client in backend.backends().values()}.values())
+
+
+def _launch(devices: list[Any]) -> Any:
+    """The result of a program of these devices."""
+    import jax
+    import numpy as np
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("all",))
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+    return jax.jit(jax.lax.neg)(jax.device_put(np.zeros(len(devices), np.int32), sharding))
+
+
+def _come_true(until: float, *conditions: Any) -> bool:
+    """Waits until all these functions return true, each in its turn; returns whether they do in time."""
+    for is_true in conditions:
+        while not is_true():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _processor_seconds() -> float:
+    """That all threads have used but Python's, which may do so until the end."""
+    of_python = {thread.native_id for thread in threading.enumerate()}
+    ticks = 0
+    for task in pathlib.Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(task.name) not in of_python:
+                # The name before the last parenthesis may contain anything.
+                fields = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
