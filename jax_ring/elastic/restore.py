@@ -1,5 +1,6 @@
 """Where a new generation starts: the newest commit whose parts are all there, in all of its processes."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,10 +28,8 @@ def restore(
     commits = kept.commits() if kept is not None and generation.is_first_of_host else {}
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    posted = generation.post(
-        [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
-    )
-    on_disk, of_hosts = _read(posted)  # by host, at its first process
+    own = [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
+    on_disk, of_hosts = _read(generation.post(json.dumps(own).encode()))  # of each host its first process
     of_process = [of_hosts[generation.hosts.first_beside(p)] for p in range(count)]
     newest = max((commit.number for each in of_hosts for commit in each), default=0)
     commit, have = _newest_whole(of_process)
@@ -65,15 +64,16 @@ def restore(
     return number, _with_parts(generation, snapshot, have).undivided()
 
 
-def _read(posted: Sequence[Any]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
+def _read(posts: Sequence[bytes]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
     """The newest number on disk, and by process what is there of each commit: the number of parts, and sections."""
     try:
+        posted = [json.loads(each) for each in posts]
         if {type(number) for rows in posted for row in rows for number in row} <= {int}:
             found = [{CommitId(*row[:2]): (row[2], {*row[3:]}) for row in rows} for _, *rows in posted]
             return max(first for (first,), *_ in posted), found
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError, RecursionError):
         pass
-    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posted!r:.300}")
+    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}")
 
 
 def _newest_whole(
