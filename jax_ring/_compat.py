@@ -692,30 +692,29 @@ def key_value_store(timeout_s: float) -> tuple:
     return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
 
 
-def put_value(client: Any, key: str, value: str) -> bool:
-    """Publishes a value in a runtime's store. Returns whether the store took it."""
+def put_value(key: str, value: str) -> bool:
+    """Publishes a value in the store. Returns whether the store took it."""
     try:
-        client.key_value_set(key, value)
-    except jax.errors.JaxRuntimeError:
+        distributed_client().key_value_set(key, value)
+    except RuntimeError:  # JAX's error, or there is no runtime any more
         return False
     return True
 
 
-def value_of(client: Any, key: str) -> str | None:
+def value_of(key: str) -> str | None:
     """A key's value, if it can be had at once."""
     try:
-        return client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError:
+        return distributed_client().key_value_try_get(key)
+    except RuntimeError:
         return None
 
 
 def publish_once(key: str, value: str) -> str:
     """Publishes a value unless the key has one; returns the key's value, without blocking."""
-    client = distributed_client()
-    if put_value(client, key, value):
+    if put_value(key, value):
         return value
     # Raises if the store is unreachable. Otherwise the key has a value.
-    return client.key_value_try_get(key)
+    return distributed_client().key_value_try_get(key)
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:

@@ -30,7 +30,7 @@ def install() -> None:
     if runtime.OVERRIDE:
         override.enable_in_all_threads()
     # XLA's collectives between processes wait for 30 minutes. XLA reads their limit when the backend starts.
-    _compat.call_when_distributed(xla_timeouts.limit_xla)
+    _compat.call_when_distributed(xla_timeouts.begin)
     # A forked child lacks JAX's threads.
     os.register_at_fork(after_in_child=runtime.note_fork)
     # Other processes wait for the host and the GPUs of this one. Read its GPUs no earlier than JAX does.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import exit_notice, xla_timeouts
+from jax_ring.distributed import exit_notice
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -65,7 +65,6 @@ class _Membership:
     """This process in one distributed runtime; construction publishes its host, without blocking."""
 
     def __init__(self, client: Any) -> None:
-        xla_timeouts.join(client, exit_notice.departures)
         self.client = client  # tells a later runtime from this one
         process = _compat.distributed_process()
         self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}
@@ -78,7 +77,7 @@ class _Membership:
         # able to guess it.
         token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
         runtime.join_processes(process, token, put, get)
-        exit_notice.join(client, process)
+        exit_notice.join()
 
     def publish_gpus(self) -> None:
         """Publishes this process's GPUs once, without blocking."""

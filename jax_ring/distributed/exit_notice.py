@@ -14,11 +14,9 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ring import _compat, _ffi_cpu, runtime
-from jax_ring.distributed import xla_timeouts
 from jax_ring.launcher.coordinator.client import Programs
 from jax_ring.runtime import Departure
 
@@ -34,35 +32,21 @@ class _Process(NamedTuple):
     start_time: int
 
 
-class _Membership:
-    """This process in one distributed runtime."""
-
-    def __init__(self, client: Any, process: int) -> None:
-        self.client = client
-        self.process = process
-        self.has_left = False
-        self._pid = os.getpid()
-
-    @property
-    def is_of_parent(self) -> bool:
-        """Whether a fork has copied it into this process, whose end concerns no other."""
-        return self._pid != os.getpid()
-
-
-_membership: _Membership | None = None
+_pid: int | None = None  # of the process that has joined others: a child that it forks has not
+_has_left = False
 _is_ending = False
 
 
-def join(client: Any, process: int) -> None:
+def join() -> None:
     """Publishes how others see whether this process has ended, and watches over its end.
 
-    client: of the runtime, which the program may have shut down to initialize another. process: its index.
+    Once for each runtime that the program initializes.
     """
-    global _membership
+    global _pid, _has_left
     with contextlib.suppress(OSError):
         own = _read_process(_own_host(), os.getpid())
-        _compat.put_value(client, _process_key(process), json.dumps(own))
-    _membership = _Membership(client, process)
+        _compat.put_value(_process_key(_compat.distributed_process()), json.dumps(own))
+    _pid, _has_left = os.getpid(), False
     _watch()
 
 
@@ -78,30 +62,22 @@ def _watch() -> None:
 
 def abort(how: Departure) -> None:
     """Aborts all groups of this process, now and in future: their calls fail everywhere."""
-    membership = _membership
-    if membership is not None and (membership.is_of_parent or membership.has_left):
+    global _has_left
+    if _has_left or _pid != os.getpid():
         return
+    _has_left = True
     # Half of a surrogate pair, as in some file names, has no UTF-8 form.
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    if membership is not None:
-        membership.has_left = True
-        _compat.put_value(membership.client, _left_key(membership.process), json.dumps(how))
-
-
-def departures(processes: Iterable[int]) -> dict[int, Departure]:
-    """How other processes have left, as far as it is known."""
-    return {process: how for process in processes if (how := departure_of(process))}
+    _compat.put_value(_left_key(_compat.distributed_process()), json.dumps(how))
 
 
 def departure_of(process: int) -> Departure | None:
     """How another process has left; None if unknown."""
-    if _membership is None:
-        return None
-    if how := _compat.value_of(_membership.client, _left_key(process)):
+    if how := _compat.value_of(_left_key(process)):
         return Departure(*json.loads(how))
-    own = _compat.value_of(_membership.client, _process_key(process))
+    own = _compat.value_of(_process_key(process))
     return Departure("has ended", "ended") if own and _has_ended(_Process(*json.loads(own))) else None
 
 
@@ -125,9 +101,6 @@ def _chain_excepthook() -> None:
             with contextlib.suppress(Exception):  # the user's exception matters more
                 abort(departure_by(error))
         previous(error_type, error, traceback)
-        with contextlib.suppress(Exception):
-            if explanation := xla_timeouts.explanation_of(error):
-                print(explanation, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 
@@ -139,10 +112,10 @@ def _is_interactive() -> bool:
 
 def _at_exit(programs: Programs, watcher: threading.Thread) -> None:
     global _is_ending
-    if _membership is None or _membership.is_of_parent:
+    if _pid != os.getpid():
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    has_failed = _membership.has_left or (error is not None and not _is_interactive())
+    has_failed = _has_left or (error is not None and not _is_interactive())
     has_ended = not has_failed and programs.wait(runtime.timeout())
     _is_ending = True
     # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.

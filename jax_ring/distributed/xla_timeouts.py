@@ -10,6 +10,7 @@ process before, when its coordinator is out of reach. Three things are done here
   standard error if no error was completed by then, also where XLA's limit could not be set.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax_ring import _compat, foreign_errors, runtime
+from jax_ring.distributed import exit_notice
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20
@@ -32,8 +34,9 @@ _PATIENCE_SECONDS = 2.0  # for the store, while an error waits for its text
 _SLACK_OF_XLA = 0.5  # seconds after XLA's limit: its error has certainly arrived
 
 
-def limit_xla() -> None:
-    """Sets XLA's limit to the deadline, unless XLA has read its flags or `XLA_FLAGS` has one."""
+def begin() -> None:
+    """Sets XLA's limit to the deadline, unless XLA has read its flags or `XLA_FLAGS` has one, and completes errors."""
+    _complete_errors()
     if not _compat.HAS_FLAG_OF_CPU_LIMIT or _compat.has_backend():
         return
     flags = os.environ.get("XLA_FLAGS", "")
@@ -55,45 +58,39 @@ class _Question:
 class _State:
     """What this process knows of calls between hosts."""
 
-    client: Any = None  # of the runtime that it has joined
-    departures: Callable[[list[int]], dict[int, runtime.Departure]] = lambda processes: {}
     xla_limit: float | None = None  # seconds until XLA's collectives fail; None if it could not be set
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # of the hosts of processes
     question: _Question | None = None
-    is_watching: bool = False  # whether the thread runs
     written: set[str] = dataclasses.field(default_factory=set)  # the calls that a message was written of
     completed: tuple[str, str] = "", ""  # XLA's last text, and what was added
 
 
 _state = _State()
-_lock = threading.Lock()
-
-
-def join(client: Any, departures: Callable[[list[int]], dict[int, runtime.Departure]]) -> None:
-    """Joins a distributed runtime, and forgets what the last one had.
-
-    departures: of processes that have left, as far as it can be found out.
-    """
-    _state.client, _state.departures = client, departures
-    _state.names.clear()
-    _state.written.clear()
-    _state.question = None
-    runtime.take_calls_of_xla()
-    _complete_errors()
 
 
 @functools.cache
 def _complete_errors() -> None:
     _compat.complete_errors(complete)
+    previous = sys.excepthook
+
+    def hook(error_type, error, traceback):
+        previous(error_type, error, traceback)
+        with contextlib.suppress(Exception):  # the user's exception matters more
+            if explanation := explanation_of(error):
+                print(explanation, file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
 
 
 def watch(names: Mapping[int, str]) -> None:
     """Starts the thread. names: of the hosts of processes that will wait for each other."""
     _state.names.update(names)
-    with _lock:
-        if not _state.is_watching:
-            _state.is_watching = True
-            threading.Thread(target=_run, name="jax_ring-between-hosts", daemon=True).start()
+    _start_thread()
+
+
+@functools.cache
+def _start_thread() -> None:
+    _in_background(_run)
 
 
 # ---- The thread ------------------------------------------------------------------------------------------------------
@@ -127,7 +124,7 @@ _ADVICE = (
 
 
 def _in_background(function: Callable, *arguments: Any) -> threading.Thread:
-    """Calls a function that may hang while the coordinator is out of reach."""
+    """Calls a function that may hang, such as while the coordinator is out of reach."""
     thread = threading.Thread(target=function, args=arguments, name="jax_ring-between-hosts", daemon=True)
     thread.start()
     return thread
@@ -136,7 +133,7 @@ def _in_background(function: Callable, *arguments: Any) -> threading.Thread:
 def _post(text: str) -> bool:
     """Publishes what this process waits in; returns whether the store answered."""
     try:
-        _state.client.key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
+        _compat.distributed_client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
     except Exception:  # the runtime may be gone or unreachable
         return False
     return True
@@ -151,7 +148,7 @@ def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
     answers = {}
     for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
         try:
-            answers[process] = _state.client.key_value_try_get(_wait_key(process))
+            answers[process] = _compat.distributed_client().key_value_try_get(_wait_key(process))
         except Exception:  # it has published nothing
             answers[process] = ""
     question.answers = answers
@@ -209,10 +206,15 @@ def _what_is_known(others: list[int]) -> str:
 
 
 def _who_has_left(processes: Iterable[int]) -> str:
-    own, left = _compat.distributed_process(), dict[int, runtime.Departure]()
-    others = [process for process in processes if process != own]
-    _in_background(lambda: left.update(_state.departures(others))).join(_PATIENCE_SECONDS)
-    return " ".join(f"Process {process} {how.cause}." for process, how in dict(left).items())
+    left: list[str] = []
+
+    def look() -> None:
+        for process in processes:
+            if process != _compat.distributed_process() and (how := exit_notice.departure_of(process)):
+                left.append(f"Process {process} {how.cause}.")
+
+    _in_background(look).join(_PATIENCE_SECONDS)
+    return " ".join([*left])
 
 
 def _name(process: int) -> str:

@@ -71,6 +71,29 @@ def test_a_process_that_has_made_fewer_steps_is_named(script, which, hosts):
     assert re.search(r"Process 1 (\(rank 1\) )?has exited\.", err), err
 
 
+@pytest.mark.full
+def test_the_wait_for_a_process_that_hangs_ends(script):
+    """Process 1 has launched a step, for which process 0 is late, and then waits for the end of process 1."""
+    begin = STEPS.partition("for _ in")[0]
+    path = script(
+        f"""{begin}
+f(x).block_until_ready()
+import pathlib, time
+there = pathlib.Path(__file__).parent / str(os.getppid())
+if me == 0:
+    until = time.monotonic() + 60
+    while not there.exists() or pathlib.Path("/proc", there.read_text(), "cmdline").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+else:
+    f(x)
+    there.write_text(str(os.getpid()))
+"""
+    )
+    status, _, err = run("-n", "2", path, "lax.psum", "0", "0", "", env={"JAX_RING_TIMEOUT_S": "1"})
+    assert status == 0, err
+
+
 def slow(devices, iterations=100):
     """A jitted function that takes a moment, and its argument."""
 
@@ -158,7 +181,7 @@ os._exit(0)
 
 
 def test_the_wait_for_a_program_that_fails_ends():
-    result = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-P", "-c", FAILS], capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout == "True\nTrue\n", result.stderr
 
 

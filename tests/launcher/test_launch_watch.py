@@ -191,7 +191,9 @@ def test_processes_of_several_hosts(nnodes, script):
     assert sums(out.splitlines()) + sums(others_out.splitlines()) == ["sum 3.0"] * 3
     assert "have not completed" not in others_err
     assert err.count("ranks 0, 1, 2 have not completed step 5 (step) within 8 s (jax_ring.watch)\n") == 1, err
-    assert re.search(r"rank 1 \(pid \d+\) of host 1: in Python; began 4 steps, completed 4, the last \d+\.\d s ago\n", err), err
+    assert re.search(
+        r"rank 1 \(pid \d+\) of host 1: in Python; began 4 steps, completed 4, the last \d+\.\d s ago\n", err
+    ), err
     assert re.search(r"rank 1 .*MainThread:.* line \d+, in load_batch\n.*rank 2", err, re.DOTALL), err
     assert re.search(r"rank 2 \(pid \d+\) of host 1: in Python; .*; its threads do not answer", err), err
     assert re.search(r"rank 0 \(pid \d+\): in the device's program; began 5 steps, completed 4,", err), err

@@ -146,7 +146,6 @@ def test_another_coordinator_as_without_the_launcher(script):
     assert out == ["[0] initialized 2", "[1] initialized 2"]
 
 
-@pytest.mark.xfail(reason="the launcher does not look at who waits yet", strict=False)
 def test_a_process_that_exits_before_initialize_is_named(script):
     path = script(
         "import os, sys, time\n"

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from test_failures import check_total, error_of, mapped, total, values, wait_for
 from watched import Processes, as_text
 
-from jax_ring import runtime
-from jax_ring.distributed import exit_notice
+from jax_ring import _compat, runtime
+from jax_ring.distributed import exit_notice, xla_timeouts
 from jax_ring.lowering.passes.program_id import digest_of
 
 TIME_LIMIT = 60
@@ -182,9 +182,9 @@ def test_a_process_that_has_ended_is_recognized():
 def test_the_hook_explains_what_xla_raises_as_a_value_error(monkeypatch, capsys):
     call = runtime.CallOfXla(3.0, "ring_psum of float32[2]", [0, 1])
     monkeypatch.setattr(runtime, "take_calls_of_xla", lambda: [call])
-    monkeypatch.setattr(exit_notice, "abort", lambda how: None)
+    monkeypatch.setattr(_compat, "complete_errors", lambda complete: None)
     monkeypatch.setattr(sys, "excepthook", lambda *exception: None)
-    exit_notice._chain_excepthook()
+    xla_timeouts._complete_errors.__wrapped__()
     for error in (ValueError("bad batch"), RuntimeError("Gloo all-reduce failed")):
         sys.excepthook(type(error), error, None)
         assert capsys.readouterr().err == ""

@@ -5,6 +5,7 @@ script has imported it.
 """
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import queue
@@ -74,7 +75,17 @@ class Programs:
             self._has_thread = True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until they have ended, or failed. Returns whether they have, in the main thread."""
+        """Waits until they have ended, or failed. Returns whether they have, in the main thread.
+
+        If not, the end of Python does not wait for them either.
+        """
+        has_ended = self._wait(seconds)
+        if not has_ended:
+            for client in _clients():  # whose end waits for its programs
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+        return has_ended
+
+    def _wait(self, seconds: float) -> bool:
         bridge: Any = sys.modules.get("jax._src.xla_bridge")
         if bridge is None or not bridge.backends_are_initialized():
             return True

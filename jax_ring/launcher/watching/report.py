@@ -179,5 +179,8 @@ def of_signal(stacks: str) -> str:
         lines.append("another thread:" if lines else "MainThread:")
         told = [frame for frame in frames if frame[0] not in IGNORED]
         for file, line, function in reversed(told[:_MAX_FRAMES]):
-            lines += [f'  File "{file}", line {line}, in {function}', f"    {linecache.getline(file, int(line)).strip()}"]
+            lines += [
+                f'  File "{file}", line {line}, in {function}',
+                f"    {linecache.getline(file, int(line)).strip()}",
+            ]
     return "\n".join(lines)
