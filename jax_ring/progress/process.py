@@ -30,8 +30,7 @@ class Progress:
         self.page, self._is_alone = given or page.Page.new(), given is None
         self.launches: set[types.CodeType] = set()  # functions within which a launch is the only thing below Python
         self._counts = self._begun = self._ended = 0
-        self._newest: tuple[int, Sequence[Any]] | None = None  # number and outputs of a call that has returned
-        self._waits_for: tuple[int, Sequence[Any]] | None = None  # an earlier one, that was not complete
+        self._returned: list[tuple[int, Sequence[Any]]] = []  # number and outputs of calls that may not be complete
         self._compiling: list[tuple[str, int]] = []  # events and their threads
         self._lock = threading.RLock()
         # A forked child writes nothing to the page of its parent.
@@ -46,7 +45,7 @@ class Progress:
         words, given = self.page.words, round(min(limit, _MAX_SECONDS) * 1e9)
         with self._lock:
             if counts != self._counts:
-                self._counts, self._begun, self._ended, self._newest, self._waits_for = counts, 0, 0, None, None
+                self._counts, self._begun, self._ended, self._returned = counts, 0, 0, []
                 words[page.STARTED], words[page.COMPLETED], words[page.COMPLETED_AT] = 0, 0, time.monotonic_ns()
             words[page.LIMIT] = min(given, words[page.LIMIT] or given)
             words[page.ENDS_JOB] |= ends_job
@@ -66,11 +65,12 @@ class Progress:
         with self._lock:
             if counts == self._counts:
                 self._ended += 1
+                if not outputs and self._returned:  # as after an exception: those before may not be there yet
+                    outputs = self._returned[-1][1]
                 if counts == page.EXECUTIONS:
                     self.page.words[page.STARTED] = self._ended
-                if not outputs and self._newest:  # as after an exception: those before may not be there yet
-                    outputs = self._newest[1]
-                self._newest = self._ended, outputs
+                    self._returned.clear()  # it is enough to know that the newest is complete
+                self._returned.append((self._ended, outputs))
 
     def _run(self) -> None:
         comparison, limit = report.Comparison(), 0.0
@@ -97,15 +97,18 @@ class Progress:
         with self._lock:
             if self._counts == page.EXECUTIONS:
                 self.page.words[page.STARTED] = self._ended + is_launching
-            if self._waits_for is None:
-                self._waits_for, self._newest = self._newest, None
-            if self._waits_for is not None:
-                number, outputs = self._waits_for
-                if is_complete := are_ready(outputs):
+            left = []
+            for number, outputs in reversed(self._returned):
+                is_complete = are_ready(outputs)
+                if is_complete is None and not (left or is_launching) and self._counts == page.EXECUTIONS:
+                    is_complete = True  # not donated: the program has deleted them
+                if is_complete:
                     self.page.words[page.COMPLETED] = number
                     self.page.words[page.COMPLETED_AT] = time.monotonic_ns()
-                if is_complete is not False:
-                    self._waits_for = None
+                    break
+                if is_complete is False or not left:
+                    left.append((number, outputs))
+            self._returned = left[::-1]
 
     def _is_launching(self) -> bool:
         # No variable holds the frames: this one is among them, and all would live until a garbage collection.

@@ -16,7 +16,7 @@ from jax_ring.launcher.watching.report import Member, Place
 # A process whose threads can run answers at once. Any writes its stacks on a signal, by Python's handler.
 _POLLS, _POLL_SECONDS = 40, 0.05
 _SIGNAL_SECONDS = 0.5
-_OTHER_HOSTS_SECONDS = 1.5  # longer, for the way there and back
+_OTHER_HOSTS_SECONDS = 4.0  # for both, after the second in which they look
 
 
 class Watcher:
@@ -67,8 +67,7 @@ class Watcher:
 
     async def _report(self, verdict: report.Verdict, before: Mapping[Hashable, Any], limit: float) -> None:
         has_others = self._role.others.ask()
-        places = await self._ask()
-        await asyncio.sleep(_OTHER_HOSTS_SECONDS if has_others else 0)
+        places, _ = await asyncio.gather(self._ask(), asyncio.sleep(_OTHER_HOSTS_SECONDS if has_others else 0))
         members = self._members(places)
         for number in verdict.behind:
             now = members.get(number)
