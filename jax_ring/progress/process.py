@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from jax_ring.launcher.watching import page, report
 
 _COMPILATION = "/jax/core/compile/"  # begins the names of JAX's events for tracing, lowering and compiling
 _LOOK_SECONDS = 0.1
-_MAX_SECONDS = 1e9  # of a limit, as nanoseconds in a word
 
 
 class Progress:
@@ -28,13 +27,13 @@ class Progress:
     def __init__(self) -> None:
         given = page.Page.of_launcher()
         self.page, self._is_alone = given or page.Page.new(), given is None
-        self.launches: set[types.CodeType] = set()  # functions within which a launch is the only thing below Python
         self._counts = self._begun = self._ended = 0
         self._returned: list[tuple[int, Sequence[Any]]] = []  # number and outputs of calls that may not be complete
         self._compiling: list[tuple[str, int]] = []  # events and their threads
         self._lock = threading.RLock()
         # A forked child writes nothing to the page of its parent.
         os.register_at_fork(after_in_child=lambda: vars(self).update(page=page.Page.new(), _lock=threading.RLock()))
+        _compat.call_after_launches(self._launched)
         # An event's scalar is recorded at its beginning, its duration at the end.
         jax.monitoring.register_scalar_listener(self._compile)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
@@ -42,7 +41,7 @@ class Progress:
 
     def count(self, counts: int, limit: float = 0.0, ends_job: bool = False) -> None:
         """Says what is counted. Once it is steps, executions no longer count. The shortest limit holds."""
-        words, given = self.page.words, round(min(limit, _MAX_SECONDS) * 1e9)
+        words, given = self.page.words, round(min(limit, 1e9) * 1e9)  # fits into a word
         with self._lock:
             if counts != self._counts:
                 self._counts, self._begun, self._ended, self._returned = counts, 0, 0, []
@@ -57,20 +56,23 @@ class Progress:
             self.page.write(page.FUNCTION, name)
             self.page.words[page.STARTED] = self._begun
 
-    def end(self, counts: int, outputs: Sequence[Any]) -> None:
-        """Notes that a call has returned: a step that was begun, or an execution.
+    def end(self, outputs: Sequence[Any]) -> None:
+        """Notes that a step or an execution has returned.
 
         outputs: some that tell when it is complete, and those before. If all are donated, the next one tells.
         """
         with self._lock:
-            if counts == self._counts:
-                self._ended += 1
-                if not outputs and self._returned:  # as after an exception: those before may not be there yet
-                    outputs = self._returned[-1][1]
-                if counts == page.EXECUTIONS:
-                    self.page.words[page.STARTED] = self._ended
-                    self._returned.clear()  # it is enough to know that the newest is complete
-                self._returned.append((self._ended, outputs))
+            self._ended += 1
+            if not outputs and self._returned:  # as after an exception: those before may not be there yet
+                outputs = self._returned[-1][1]
+            if self._counts == page.EXECUTIONS:
+                self.page.words[page.STARTED] = self._ended
+                self._returned.clear()  # it is enough to know that the newest is complete
+            self._returned.append((self._ended, outputs))
+
+    def _launched(self, results: Any) -> None:
+        if self._counts == page.EXECUTIONS:
+            self.end(jax.tree.leaves(results))  # the caller may change what holds the arrays
 
     def _run(self) -> None:
         comparison, limit = report.Comparison(), 0.0
@@ -93,11 +95,11 @@ class Progress:
 
     def _look(self) -> None:
         """Notes the executions that are complete, and whether one is being launched."""
-        is_launching = self._is_launching()
+        is_launching = _runs(_compat.is_launch)
         with self._lock:
             if self._counts == page.EXECUTIONS:
                 self.page.words[page.STARTED] = self._ended + is_launching
-            left = []
+            left: list[tuple[int, Sequence[Any]]] = []
             for number, outputs in reversed(self._returned):
                 is_complete = are_ready(outputs)
                 if is_complete is None and not (left or is_launching) and self._counts == page.EXECUTIONS:
@@ -109,13 +111,6 @@ class Progress:
                 if is_complete is False or not left:
                     left.append((number, outputs))
             self._returned = left[::-1]
-
-    def _is_launching(self) -> bool:
-        # No variable holds the frames: this one is among them, and all would live until a garbage collection.
-        return any(
-            frame.f_code in self.launches or any(map(_compat.is_launch, _stack(frame)))
-            for frame in sys._current_frames().values()
-        )
 
     def _compile(self, event: str, value: float | int, **kwargs: str | int) -> None:
         if event.startswith(_COMPILATION):
@@ -139,10 +134,10 @@ class Progress:
             kind = "compilation"
         elif notes.completed == notes.started:
             kind = "python"
-        elif any(any(map(_compat.is_callback, _stack(frame))) for frame in sys._current_frames().values()):
+        elif _runs(_compat.is_callback):
             kind = "callback"
         else:
-            kind = "device" if self._ended > notes.completed or self._is_launching() else "python"
+            kind = "device" if self._ended > notes.completed or _runs(_compat.is_launch) else "python"
         return report.Place(kind, *_last_calls())
 
 
@@ -162,8 +157,10 @@ def are_ready(outputs: Sequence[Any]) -> bool | None:
         return None
 
 
-def _stack(frame: types.FrameType) -> Iterator[types.FrameType]:
-    return (each for each, _ in traceback.walk_stack(frame))
+def _runs(test: Callable[[types.FrameType], bool]) -> bool:
+    """Whether this is true of a function that runs."""
+    # No variable holds the frames: this one is among them, and all would live until a garbage collection.
+    return any(test(each) for frame in sys._current_frames().values() for each, _ in traceback.walk_stack(frame))
 
 
 def _last_calls() -> tuple[str, str]:

@@ -79,9 +79,8 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
                 if smallest[1] != len(outputs):
                     smallest[:] = min(range(len(outputs)), key=lambda i: outputs[i].size), len(outputs)
                 outputs = [outputs[smallest[0]]]
-            own.end(STEPS, outputs)
+            own.end(outputs)
 
-    own.launches.add(watched.__code__)  # type: ignore[attr-defined]
     for attribute in set(dir(step)) - set(dir(watched)):
         setattr(watched, attribute, getattr(step, attribute))
     return watched
@@ -89,7 +88,4 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
 
 def watch_executions() -> None:
     """Begins to count the executions of this process: what `--watch` of the launcher sees of a program as it is."""
-    own = progress()
-    own.count(EXECUTIONS)
-    # The caller may change what holds the arrays.
-    _compat.call_after_launches(lambda results: own.end(EXECUTIONS, jax.tree.leaves(results)))
+    progress().count(EXECUTIONS)

@@ -299,11 +299,18 @@ calls_another(2.0)
 LAUNCHES = """
 import threading, time, jax_ring, numpy as np
 import jax.numpy as jnp
+from jax_ring import _compat
+from jax_ring.progress import process
 from jax_ring.progress.process import progress
 from jax_ring.progress.watch import watch_executions
 
+before = jax.jit(lambda x: traced.append(0) or x + 1)
+traced = []
+before(np.ones(4, np.float32))
 watch_executions()
-assert not progress()._is_launching()
+before(np.ones(4, np.float32))
+assert traced == [0]  # it is found among those that were compiled before
+assert not process._runs(_compat.is_launch)
 traced, begun, go_on = [], threading.Event(), threading.Event()
 
 @jax.jit
@@ -323,7 +330,7 @@ for number in range(100):
     x = add(np.ones(4, np.float32))
     compiled(x)
     x + 1
-    assert not progress()._is_launching()
+    assert not process._runs(_compat.is_launch)
     if number == 1:
         count = progress().page.read().started
     if number == 50:  # programs are found with a value that another one has changed
