@@ -497,8 +497,8 @@ def call_after_launches(function: Callable[[object], None]) -> None:
     After a first launch that has raised an exception it gets no results. From now on `is_launch` tells of every launch.
     """
     # Before a launch JAX looks up the program, by a key with the values of user contexts, and compares a value that is
-    # another object: nothing else of Python is called before native code. These are equal to any other. To compare notes
-    # the frame, without Python's code: that could let another thread change the table within the look-up.
+    # another object: nothing else of Python is called before native code. These values are equal to any other. Their
+    # comparison notes the frame, without Python's code, in which another thread could change the table.
     frames = itertools.starmap(sys._getframe, itertools.repeat((0,)))
     places = zip(map(id, frames), map(operator.attrgetter("f_lasti"), frames), strict=False)
     notes = zip(map(_looked_up.__setitem__, itertools.repeat(0), places), strict=False)

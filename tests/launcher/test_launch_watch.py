@@ -29,7 +29,7 @@ WATCHED = (
     STEP
     + """
 import jax_ring
-from jax_ring.progress.process import progress
+from jax_ring.progress.watch import progress
 step = jax_ring.watch(step, seconds=float(sys.argv[1]), on_stuck="end")
 
 def load_batch(number):

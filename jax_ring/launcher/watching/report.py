@@ -2,7 +2,6 @@
 
 import linecache
 import pathlib
-import re
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,8 +10,7 @@ from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
 
 _LOOKS = 20  # in the time after which a process is stuck
 _LONGEST_SECONDS = 1.0  # between two
-_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')  # of Python's stacks on a signal
-_MAX_FRAMES = 20
+_MAX_FRAMES = 20  # of a thread
 # Begin the names of files whose frames tell nothing.
 _CALLERS = (str(pathlib.Path(__file__).parents[2]), threading.__file__, "<frozen runpy>")
 _IN = {
@@ -67,10 +65,6 @@ class Comparison:
         self._clock = self._before = 0.0
         self._since: dict[Hashable, tuple[tuple, float]] = {}  # by process: how far it is, and since when
         self._reported: dict[Hashable, tuple] = {}
-
-    def forget(self) -> None:
-        """Makes the next verdict possible at once."""
-        self._reported.clear()
 
     def look(
         self, notes: Mapping[Hashable, Notes], now: float, limit: float, ended: Iterable[Notes] = ()
@@ -164,10 +158,11 @@ def of_signal(stacks: str) -> str:
     """What Python has written of its threads, the main one first, without frames of jax_ring."""
     lines: list[str] = []
     for thread in reversed(stacks.split("\n\n")):
-        told = [frame for frame in _FRAME.findall(thread) if not frame[0].startswith(_CALLERS)]
+        frames = [line.partition('File "')[2].partition('", line ') for line in thread.splitlines()[1:]]
+        told = [(file, *place.partition(" in ")) for file, _, place in frames if file and not file.startswith(_CALLERS)]
         if told:
             lines.append("another thread:" if lines else "MainThread:")
-        for file, line, function in reversed(told[:_MAX_FRAMES]):
+        for file, line, _, function in reversed(told[:_MAX_FRAMES]):
             lines.append(f'  File "{file}", line {line}, in {function}')
             lines.append(f"    {linecache.getline(file, int(line)).strip()}")
     return "\n".join(lines)

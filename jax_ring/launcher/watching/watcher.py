@@ -72,7 +72,7 @@ class Watcher:
         for number in verdict.behind:
             now = members.get(number)
             if now is None or now.status is not None or now.notes.completed != before[number].completed:
-                self._comparison.forget()  # they have gone on, or ended, meanwhile
+                self._comparison = report.Comparison()  # they have gone on, or ended, meanwhile
                 return
         source = "--watch" if self._options.watch else "jax_ring.watch"
         self._shared.output.log(report.text(verdict, members, limit, source))
