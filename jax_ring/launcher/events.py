@@ -97,13 +97,6 @@ class Blamed(NamedTuple):
     rank: int
 
 
-class Stuck(NamedTuple):
-    """Processes no longer go on, and the job is to end."""
-
-    blamed: dict[int, str]  # what is said of those for which the others wait, by process
-    waiting: tuple[int, ...]  # the others that are behind
-
-
 class End(NamedTuple):
     """The processes of this host are to end: why, by which signal, and after how many seconds they are killed."""
 
@@ -133,7 +126,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | Stuck | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

@@ -1,7 +1,7 @@
 """What launchers of several hosts tell each other of the progress of their processes."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher.watching.page import Notes
@@ -43,9 +43,3 @@ class Others:
         self.told = {key: each._replace(place=None) for key, each in self.told.items()}
         self._send({"where": True}, None)
         return bool(self.told)
-
-    def end_stuck(self, blamed: Mapping[Hashable, str]) -> None:
-        """Has the other hosts end those of their processes that are among these."""
-        for host in self._heard:
-            if stuck := [[key[1], blamed[key]] for key in self.told if key[0] == host and key in blamed]:
-                self._send({"stuck": [stuck, []]}, host)

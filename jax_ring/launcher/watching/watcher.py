@@ -1,6 +1,7 @@
 """Reads the pages of a job's processes, and reports once when some no longer go on."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Hashable, Mapping
@@ -79,10 +80,9 @@ class Watcher:
         self._shared.output.log(report.text(verdict, members, limit, source))
         given = "end" if any(notes.ends_job for notes in before.values()) else "report"
         if (self._options.on_stuck or given) == "end":
-            blamed = report.blamed(verdict, members)
-            stuck = {number: blamed[number] for number in self._processes if number in blamed}
-            self._shared.queue.put_nowait(events.Stuck(stuck, ()))
-            self._role.others.end_stuck(blamed)
+            for number, what in report.blamed(verdict, members).items():
+                failure = events.Failure(members[number].name, members[number].rank, what)
+                self._role.tell("failed", [dataclasses.asdict(failure), True])
 
     async def _ask(self) -> dict[Hashable, Place]:
         """Where the processes are: by their own word or by Python's stacks."""
