@@ -70,7 +70,7 @@ class Failures(dict[int, Failure]):
         return any(failure.is_own for failure in self.values())
 
     def lost(self, count: int) -> frozenset[int]:
-        """Those of so many ranks that are at fault: by themselves, or else those that are blamed, or else all."""
+        """The ranks at fault, of so many: by themselves, or else those that are blamed, or else all that failed."""
         own = {failure.rank for failure in self.values() if failure.is_own}
         return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
 
