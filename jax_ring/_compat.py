@@ -496,18 +496,15 @@ def call_after_launches(function: Callable[[object], None]) -> None:
     After a first launch that has raised an exception it gets no results. From now on `is_launch` tells of every launch.
     """
     # Before a launch JAX looks up the program, by a key with the values of user contexts, and compares a value that is
-    # another object: nothing else of Python is called before native code. This value is equal to any other. Comparing
-    # notes the frame, without Python's code: that could let another thread change the table within the look-up.
+    # another object: nothing else of Python is called before native code. These values are equal to any other. Their
+    # comparison notes the frame, without Python's code, in which another thread could change the table.
     frames = itertools.starmap(sys._getframe, itertools.repeat((0,)))
-    identities = zip(map(id, frames), map(operator.attrgetter("f_lasti"), frames), strict=False)
-    notes = zip(map(_looked_up.__setitem__, itertools.repeat(0), identities), strict=False)
+    places = zip(map(id, frames), map(operator.attrgetter("f_lasti"), frames), strict=False)
+    notes = zip(map(_looked_up.__setitem__, itertools.repeat(0), places), strict=False)
 
-    class Value(tuple):
-        __hash__ = tuple.__hash__
+    class Value:
         __eq__ = staticmethod(functools.partial(next, notes))  # type: ignore[assignment]
-
-    value = jax.make_user_context()
-    value.set_global(Value())
+        __hash__ = staticmethod(functools.partial(hash, None))  # type: ignore[assignment]  # that of the first value
 
     @functools.wraps(_launch)
     def launch_and_call(self, *args):
@@ -516,7 +513,7 @@ def call_after_launches(function: Callable[[object], None]) -> None:
             results = _launch(self, *args)
             return results
         finally:
-            value.set_global(Value())  # the key of this program has the last one
+            _launch_value.set_global(Value())  # the key of this program has the last one
             function(results)
 
     def after_launch(jitted, args, kwargs, results) -> None:
@@ -525,12 +522,14 @@ def call_after_launches(function: Callable[[object], None]) -> None:
         if _config.debug_nans.value or _config.debug_infs.value:  # what JAX has the hook for
             _check_for_nans(jitted, args, kwargs, results)
 
+    _launch_value.set_global(Value())
     _pxla.ExecuteReplicated.__call__ = launch_and_call  # type: ignore[method-assign]
     _after_launches.set_global(after_launch)
 
 
 # The frame from which a program was looked up last, and the place in its code. None once that was launched.
 _looked_up: list[Any] = [None]
+_launch_value: Any = jax.make_user_context()  # now: keys of other lengths are not equal
 
 
 def is_launch(frame: types.FrameType) -> bool:

@@ -1,11 +1,8 @@
 """A generation as its members see it: who they are, on which hosts, and how they exchange bytes."""
 
 import functools
-import itertools
-import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +61,6 @@ class Generation:
         firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
         self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)
         self._control = control
-        self._posts = itertools.count()
 
     @property
     def is_first_of_host(self) -> bool:
@@ -79,22 +75,15 @@ class Generation:
         """Whether the launcher wants members to leave at their next commit."""
         return self._control is not None and self._control.change_pending()
 
-    def post(self, own: Any) -> list[Any]:
-        """Each process's post, by process: values for JSON. Waits for all, without a backend.
+    def post(self, own: bytes) -> list[bytes]:
+        """Each process's post, by process. Waits for all, without a backend; a generation has one.
 
-        Raises RuntimeError if a process does not post within the deadline, or something else than JSON.
+        Raises RuntimeError if a process does not post within the deadline.
         """
         if self.num_processes == 1:
-            return [json.loads(json.dumps(own))]
-        key = f"post/{next(self._posts)}"
-        self.put(f"{key}/{self.process}", json.dumps(own).encode())
-        posts = [self.get(f"{key}/{process}", process) for process in range(self.num_processes)]
-        try:
-            return [json.loads(each) for each in posts]
-        except (ValueError, RecursionError) as error:
-            raise RuntimeError(
-                f"jax_ring.elastic: another process has sent something else than JSON: {error}"
-            ) from None
+            return [own]
+        self.put(f"post/{self.process}", own)
+        return [self.get(f"post/{process}", process) for process in range(self.num_processes)]
 
     def put(self, key: str, value: bytes) -> None:
         """Publishes a value for the other members."""

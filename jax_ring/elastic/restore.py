@@ -1,7 +1,8 @@
 """Where a new generation starts: the newest commit whose parts are all there, in all of its processes."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
@@ -9,34 +10,26 @@ from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
 
 
-class Stores(NamedTuple):
-    """Where commits outlive the processes; the same in all of them."""
-
-    kept: KeptCommits | None
-    checkpoints: Checkpoints | None
-
-
-def restore(generation: Generation, values: Mapping[str, Any], stores: Stores) -> tuple[int, Snapshot]:
+def restore(
+    generation: Generation, values: Mapping[str, Any], kept: KeptCommits | None, checkpoints: Checkpoints | None
+) -> tuple[int, Snapshot]:
     """Agrees with all other members on what to start from, and puts it together.
 
     It is the newest commit in memory of the launchers or on disk; on equal terms that in memory. If there is none, what
     is not divided is that of process 0's values.
 
-    values: the state as the script has made it.
+    values: the state as the script has made it. kept, checkpoints: where commits outlive the processes.
 
     Returns the number of the commit, 0 for none, and its snapshot with no leaf divided, the same in all processes.
     Raises RuntimeError if parts of the commit are lost and none is on disk; or if the states of the processes have
     different structures.
     """
-    kept, checkpoints = stores
     process, count = generation.process, generation.num_processes
     commits = kept.commits() if kept is not None and generation.is_first_of_host else {}
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    posted = generation.post(
-        [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
-    )
-    on_disk, of_hosts = _read(posted)  # by host, at its first process
+    own = [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
+    on_disk, of_hosts = _read(generation.post(json.dumps(own).encode()))  # of each host its first process
     of_process = [of_hosts[generation.hosts.first_beside(p)] for p in range(count)]
     newest = max((commit.number for each in of_hosts for commit in each), default=0)
     commit, have = _newest_whole(of_process)
@@ -71,15 +64,16 @@ def restore(generation: Generation, values: Mapping[str, Any], stores: Stores) -
     return number, _with_parts(generation, snapshot, have).undivided()
 
 
-def _read(posted: Sequence[Any]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
+def _read(posts: Sequence[bytes]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
     """The newest number on disk, and by process what is there of each commit: the number of parts, and sections."""
     try:
+        posted = [json.loads(each) for each in posts]
         if {type(number) for rows in posted for row in rows for number in row} <= {int}:
             found = [{CommitId(*row[:2]): (row[2], {*row[3:]}) for row in rows} for _, *rows in posted]
             return max(first for (first,), *_ in posted), found
-    except (TypeError, ValueError, IndexError):
+    except (TypeError, ValueError, IndexError, RecursionError):
         pass
-    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posted!r:.300}")
+    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}")
 
 
 def _newest_whole(
@@ -89,8 +83,8 @@ def _newest_whole(
     for commit in sorted({commit for each in of_process for commit in each}, reverse=True):
         there = [each.get(commit, (0, set[int]())) for each in of_process]
         have = [sections for _, sections in there]
-        union, last = set[int]().union(*have), max(parts for parts, _ in there) - 1
-        if (min(union), max(union), len(union)) == (UNDIVIDED, last, last - UNDIVIDED + 1):
+        found, last = sorted({section for each in have for section in each}), max(parts for parts, _ in there) - 1
+        if found and (found[0], found[-1], len(found)) == (UNDIVIDED, last, last - UNDIVIDED + 1):
             return commit, have
     return None, []
 

@@ -157,9 +157,9 @@ class Snapshot:
                 arrays.append(data[begin:end].view(dtype).reshape(shape))
                 begin = end
 
-    def types(self) -> list[tuple[str, str | None, tuple[int, ...]]]:
-        """The path, dtype and shape of each leaf."""
-        return [(leaf.path, None if leaf.dtype is None else _NAMES[leaf.dtype], leaf.shape) for leaf in self.leaves]
+    def types(self) -> list[tuple]:
+        """What must be the same in all processes, of each leaf: first its shape."""
+        return [(leaf.shape, _NAMES.get(leaf.dtype), leaf.path, leaf.key, leaf.weak) for leaf in self.leaves]
 
     def is_alike(self, other: "Snapshot") -> bool:
         """Whether the leaves differ in nothing but values that are no arrays."""

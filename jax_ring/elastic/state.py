@@ -6,7 +6,7 @@ from typing import Any
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation, Leave
 from jax_ring.elastic.kept import KeptCommits
-from jax_ring.elastic.restore import Stores, restore
+from jax_ring.elastic.restore import restore
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.options import integer
 
@@ -66,7 +66,7 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._values:
             raise AttributeError(
-                f"the state has no {name!r}, only {', '.join(self._names)}. What it has is named when it is made: "
+                f"the state has no {name!r}, only {', '.join(self._values)}. What it has is named when it is made: "
                 f"State({name}=..., ...)."
             )
         self.__dict__["_values"] = {**self._values, name: value}  # a copy of the state keeps its own
@@ -112,7 +112,7 @@ class State:
 
     def _enter(self, generation: Generation) -> None:
         """Takes the values to start from."""
-        number, snapshot = restore(generation, self._values, Stores(self._kept, self._checkpoints))
+        number, snapshot = restore(generation, self._values, self._kept, self._checkpoints)
         if self._kept is not None and generation.hosts.has_several_hosts and number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(number, snapshot, generation)
@@ -130,7 +130,7 @@ def _agreed(generation: Generation, number: int, snapshot: Snapshot) -> bool:
     if most != -least:
         raise RuntimeError(
             f"State.commit: the processes commit different states. This one, process {generation.process}, makes "
-            f"commit {number} of {len(types)} leaves, of the shapes {[shape for *_, shape in types][:8]}. "
+            f"commit {number} of {len(types)} leaves, of the shapes {[shape for shape, *_ in types][:8]}. "
             "All must commit equally often, and leaves of equal shapes."
         )
     return bool(any_pending)

@@ -110,11 +110,6 @@ class Attempt:
                     for process in self._running():
                         if process.rank == rank and process.is_stopped():
                             self._failed(Failure(process.name, rank, "is stopped"))
-                case events.Stuck(blamed, _):
-                    for number, what in blamed.items():
-                        process = self._processes[number]
-                        if process.status is None:
-                            self._failed(Failure(process.name, process.rank, what))
 
     def _running(self) -> list[Process]:
         return [process for process in self._processes.values() if process.status is None]

@@ -70,7 +70,7 @@ class Failures(dict[int, Failure]):
         return any(failure.is_own for failure in self.values())
 
     def lost(self, count: int) -> frozenset[int]:
-        """Those of so many ranks that are at fault: by themselves, or else those that are blamed, or else all."""
+        """The ranks at fault, of so many: by themselves, or else those that are blamed, or else all that failed."""
         own = {failure.rank for failure in self.values() if failure.is_own}
         return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
 
@@ -95,13 +95,6 @@ class Blamed(NamedTuple):
     """Other processes wait for a rank of this host."""
 
     rank: int
-
-
-class Stuck(NamedTuple):
-    """Processes no longer go on, and the job is to end."""
-
-    blamed: dict[int, str]  # what is said of those for which the others wait, by process
-    waiting: tuple[int, ...]  # the others that are behind
 
 
 class End(NamedTuple):
@@ -133,7 +126,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | Stuck | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

@@ -152,7 +152,7 @@ class Job:
         failure, lost, before = outcome.failure, outcome.lost, self._blamed
         self._blamed = {group.place_of(rank) for rank in lost}
         if shared.take_restart():
-            wait = 0.0 if shared.has_commit_of(group.number - 1) else shared.backoff()
+            wait = 0.0 if shared.has_commit_of(group.number - 1, hosts=len(group.hosts)) else shared.backoff()
             log(f"failed: {failure}; restart {shared.restarts} of {options.max_restarts} in {wait:g} s")
             left = group.num_processes - len(lost)
             if lost and self._blamed == before and options.processes > left >= options.min_processes:

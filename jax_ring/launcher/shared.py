@@ -70,7 +70,10 @@ class Shared:
         doubled = self.options.backoff * 2.0 ** min(self.restarts - 1, 60)  # larger powers overflow in the end
         return min(doubled, _LONGEST_BACKOFF_SECONDS)
 
-    def has_commit_of(self, generation: int) -> bool:
-        """Whether a process of this host has made a commit in a generation."""
+    def has_commit_of(self, generation: int, *, hosts: int) -> bool:
+        """Whether the processes of this host have made a commit in a generation, on so many hosts.
+
+        On several hosts each generation writes again what it starts from.
+        """
         marks = map(protocol.read_mark, self.kept)
-        return any(mark is not None and mark[0] == generation for mark in marks)
+        return len({mark for mark in marks if mark is not None and mark[0] == generation}) > (hosts > 1)

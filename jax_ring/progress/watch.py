@@ -1,21 +1,32 @@
-"""`watch`: counts the calls of a function as steps; without it, each execution of a program counts."""
+"""`watch`: what this process has begun and completed, and where it is, in a page for the launcher, or in its own.
 
+Calls of watched functions count as steps. Without any, each execution of a program counts.
+"""
+
+import faulthandler
 import functools
+import json
 import math
 import numbers
+import os
+import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
-from jax_ring import _compat
-from jax_ring.launcher.watching.page import EXECUTIONS, STEPS
+from jax_ring import _compat, runtime
+from jax_ring.launcher.watching import page, report
 from jax_ring.options import check_choice
-from jax_ring.progress.process import progress
 
 OnStuck = Literal["report", "end"]
 
+_COMPILATION = "/jax/core/compile/"  # begins the names of JAX's events for tracing, lowering and compiling
+_LOOK_SECONDS = 0.1
 _of_thread = threading.local()  # has attributes within a watched call
 
 
@@ -58,7 +69,7 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
         raise TypeError(f"watch: step must be a function, got {type(step).__name__}")
     name = getattr(step, "__name__", type(step).__name__)
     own, is_one_program = progress(), _compat.is_one_program(step)
-    own.count(STEPS, seconds, on_stuck == "end")
+    own.count(page.STEPS, seconds, on_stuck == "end")
     # Place of the smallest output, and the number of outputs. What is waited for stays in memory.
     smallest = [0, 0]
 
@@ -79,9 +90,8 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
                 if smallest[1] != len(outputs):
                     smallest[:] = min(range(len(outputs)), key=lambda i: outputs[i].size), len(outputs)
                 outputs = [outputs[smallest[0]]]
-            own.end(STEPS, outputs)
+            own.end(outputs)
 
-    own.launches.add(watched.__code__)  # type: ignore[attr-defined]
     for attribute in set(dir(step)) - set(dir(watched)):
         setattr(watched, attribute, getattr(step, attribute))
     return watched
@@ -89,7 +99,162 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
 
 def watch_executions() -> None:
     """Begins to count the executions of this process: what `--watch` of the launcher sees of a program as it is."""
-    own = progress()
-    own.count(EXECUTIONS)
-    # The caller may change what holds the arrays.
-    _compat.call_after_launches(lambda results: own.end(EXECUTIONS, jax.tree.leaves(results)))
+    progress().count(page.EXECUTIONS)
+
+
+class Progress:
+    """Counts what this process begins and completes: steps or executions. A thread looks at the newest outputs."""
+
+    def __init__(self) -> None:
+        given = page.Page.of_launcher()
+        self.page, self._is_alone = given or page.Page.new(), given is None
+        self._counts = self._begun = self._ended = 0
+        self._returned: list[tuple[int, Sequence[Any]]] = []  # number and outputs of calls that may not be complete
+        self._compiling: list[tuple[str, int]] = []  # events and their threads
+        self._lock = threading.RLock()
+        # A forked child writes nothing to the page of its parent.
+        os.register_at_fork(after_in_child=lambda: vars(self).update(page=page.Page.new(), _lock=threading.RLock()))
+        _compat.call_after_launches(self._launched)
+        # An event's scalar is recorded at its beginning, its duration at the end.
+        jax.monitoring.register_scalar_listener(self._compile)
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        threading.Thread(target=self._run, name="jax_ring-watch", daemon=True).start()
+
+    def count(self, counts: int, limit: float = 0.0, ends_job: bool = False) -> None:
+        """Says what is counted. Once it is steps, executions no longer count. The shortest limit holds."""
+        words, given = self.page.words, round(min(limit, 1e9) * 1e9)  # fits into a word
+        with self._lock:
+            if counts != self._counts:
+                self._counts, self._begun, self._ended, self._returned = counts, 0, 0, []
+                words[page.STARTED], words[page.COMPLETED], words[page.COMPLETED_AT] = 0, 0, time.monotonic_ns()
+            words[page.LIMIT] = min(given, words[page.LIMIT] or given)
+            words[page.ENDS_JOB] |= ends_job
+            words[page.COUNTS] = counts
+
+    def begin(self, name: str) -> None:
+        with self._lock:
+            self._begun += 1
+            self.page.write(page.FUNCTION, name)
+            self.page.words[page.STARTED] = self._begun
+
+    def end(self, outputs: Sequence[Any]) -> None:
+        """Notes that a step or an execution has returned.
+
+        outputs: some that tell when it is complete, and those before. If all are donated, the next one tells.
+        """
+        with self._lock:
+            self._ended += 1
+            if not outputs and self._returned:  # as after an exception: those before may not be there yet
+                outputs = self._returned[-1][1]
+            if self._counts == page.EXECUTIONS:
+                self.page.words[page.STARTED] = self._ended
+                self._returned.clear()  # it is enough to know that the newest is complete
+            self._returned.append((self._ended, outputs))
+
+    def _launched(self, results: Any) -> None:
+        if self._counts == page.EXECUTIONS:
+            self.end(jax.tree.leaves(results))  # the caller may change what holds the arrays
+
+    def _run(self) -> None:
+        comparison, limit = report.Comparison(), 0.0
+        while True:
+            time.sleep(min(_LOOK_SECONDS, report.seconds_between_looks(limit)))
+            self._look()
+            if self.page.words[page.QUESTION] == page.ASKED:
+                self.page.answer(json.dumps(self._where()))
+            notes = self.page.read()
+            limit = notes.limit
+            if self._is_alone and (verdict := comparison.look({0: notes}, time.monotonic(), limit)):
+                self.page.ask(0)
+                faulthandler.dump_traceback(self.page.file)
+                place = self._where()._replace(stacks=report.of_signal(self.page.behind()))
+                process = _compat.distributed_process()
+                own = {0: report.Member(process, f"process {process} (pid {os.getpid()})", None, notes, place)}
+                print(f"jax_ring: {report.text(verdict, own, limit, 'jax_ring.watch')}", file=sys.stderr, flush=True)
+                if notes.ends_job:
+                    os._exit(1)  # the thread that hangs cannot raise
+
+    def _look(self) -> None:
+        """Notes the executions that are complete, and whether one is being launched."""
+        is_launching = _runs(_compat.is_launch)
+        with self._lock:
+            if self._counts == page.EXECUTIONS:
+                self.page.words[page.STARTED] = self._ended + is_launching
+            left: list[tuple[int, Sequence[Any]]] = []
+            for number, outputs in reversed(self._returned):
+                is_complete = are_ready(outputs)
+                if is_complete is None and not (left or is_launching) and self._counts == page.EXECUTIONS:
+                    is_complete = True  # not donated: the program has deleted them
+                if is_complete:
+                    self.page.words[page.COMPLETED] = number
+                    self.page.words[page.COMPLETED_AT] = time.monotonic_ns()
+                    break
+                if is_complete is False or not left:
+                    left.append((number, outputs))
+            self._returned = left[::-1]
+
+    def _compile(self, event: str, value: float | int, **kwargs: str | int) -> None:
+        if event.startswith(_COMPILATION):
+            with self._lock:
+                if not self._compiling:
+                    self.page.write(page.COMPILING, str(kwargs.get("fun_name", "")))
+                    self.page.words[page.COMPILING_SINCE] = time.monotonic_ns()
+                self._compiling.append((event, threading.get_ident()))
+
+    def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        with self._lock:
+            if (what := (event, threading.get_ident())) in self._compiling:
+                self._compiling.remove(what)
+                if not self._compiling:
+                    self.page.words[page.COMPILING_SINCE] = 0
+
+    def _where(self) -> report.Place:
+        """Where this process is."""
+        notes = self.page.read()
+        if notes.compiling_for:
+            kind = "compilation"
+        elif notes.completed == notes.started:
+            kind = "python"
+        elif _runs(_compat.is_callback):
+            kind = "callback"
+        else:
+            kind = "device" if self._ended > notes.completed or _runs(_compat.is_launch) else "python"
+        return report.Place(kind, *_last_calls())
+
+
+@functools.cache
+def progress() -> Progress:
+    """The progress of this process."""
+    return Progress()
+
+
+def are_ready(outputs: Sequence[Any]) -> bool | None:
+    """Whether the arrays among these are ready or have failed; None if all were donated, and tell nothing."""
+    arrays = [each for each in outputs if hasattr(each, "is_ready")]
+    left = [array for array in arrays if not array.is_deleted()]
+    try:
+        return all(array.is_ready() for array in left) if left or not arrays else None
+    except RuntimeError:  # donated meanwhile
+        return None
+
+
+def _runs(test: Callable[[types.FrameType], bool]) -> bool:
+    """Whether this is true of a function that runs."""
+    # No variable holds the frames: this one is among them, and all would live until a garbage collection.
+    return any(test(each) for frame in sys._current_frames().values() for each, _ in traceback.walk_stack(frame))
+
+
+def _last_calls() -> tuple[str, str]:
+    """The last call of this process, and the table of the last of all that it knows of; empty if none."""
+    from jax_ring.inspect.recorded import flight_recorder  # only needed here
+
+    record, process = flight_recorder(), _compat.distributed_process()
+    own = [call for call in record.calls if call.process == process]
+    table = record.table if own else ""
+    if waiting := runtime.calls_of_xla():
+        return f"{waiting[-1].text}, which XLA serves between hosts, waits, {waiting[-1].age:.1f} s", table
+    if not own:
+        return "", ""
+    last = next((call for call in reversed(own) if call.state in ("arriving", "ready")), own[-1])
+    ago = last.entered_ago if last.ended_ago is None else last.ended_ago
+    return f"{last.call}: {'waits' if last.ended_ago is None else last.state}, {ago:.1f} s", table

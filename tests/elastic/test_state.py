@@ -18,9 +18,11 @@ import jax_ring
 from jax_ring import _compat, elastic
 from jax_ring.elastic import loop
 from jax_ring.elastic.checkpoints import Checkpoints
+from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.protocol import KEPT_VARIABLE
+from jax_ring.launcher.worker import blamed_process
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +319,19 @@ def test_checkpoints_without_elements(tmp_path):
         assert (found["half"].shape, found["half"].dtype) == ((0, 4), jnp.bfloat16)
         assert (found["keys"].shape, found["keys"].dtype) == ((2, 0), empty["keys"].dtype)
     assert empty_after_two("values", {"name": "a", "step": 0}) == {"name": "a", "step": 0}
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch):
+    def get(key):
+        if key.endswith("/1"):
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+        return b"[[0]]"
+
+    monkeypatch.setattr(_compat, "num_distributed_processes", lambda: 2)
+    monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (lambda key, value: None, get))
+    with pytest.raises(RuntimeError, match="process 1 has not begun its function within 60 s; process 0 has") as failed:
+        elastic.State(step=0)._enter(Generation(None))
+    assert blamed_process(failed.value) == -1
 
 
 def test_elastic_is_public():

@@ -29,7 +29,7 @@ WATCHED = (
     STEP
     + """
 import jax_ring
-from jax_ring.progress.process import progress
+from jax_ring.progress.watch import progress
 step = jax_ring.watch(step, seconds=float(sys.argv[1]), on_stuck="end")
 
 def load_batch(number):
@@ -222,7 +222,9 @@ def test_a_program_that_is_not_edited(arguments, script, monkeypatch):
     if arguments[1] != "stops":
         assert re.search(r"rank 1 .*MainThread:.* line \d+, in <module>\n.*rank 0", err, re.DOTALL), err
     assert ("as if one held Python's lock" in err) == (arguments[1] == "holds"), err
-    assert re.search(r"rank 0 \(pid \d+\): in the device's program; waits for a program", err), err
+    assert re.search(
+        r"rank 0 \(pid \d+\): in the device's program; began (\d+) executions, completed (?!\1)\d+, the last", err
+    ), err
     assert re.search(rf"failed: rank 1 \(pid \d+\) is stuck in an execution: {where}; restart 1", err), err
 
 

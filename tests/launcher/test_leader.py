@@ -2,12 +2,13 @@
 
 import asyncio
 import dataclasses
+import os
 import signal
 import types
 
 import pytest
 
-from jax_ring.launcher import events
+from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import Failure
 from jax_ring.launcher.hosts.generation import Generation, Outcome, Phase
@@ -242,7 +243,7 @@ def test_nobody_waits_after_a_generation_with_a_commit(has_commit, wait, monkeyp
     async def sleep(seconds, *_):
         slept.append(seconds)
 
-    monkeypatch.setattr(job._shared, "has_commit_of", lambda generation: has_commit)
+    monkeypatch.setattr(job._shared, "has_commit_of", lambda generation, hosts: has_commit)
 
     async def scenario():
         leader = search.lead()
@@ -253,6 +254,19 @@ def test_nobody_waits_after_a_generation_with_a_commit(has_commit, wait, monkeyp
     assert asyncio.run(scenario())
     assert slept == [wait]
     assert lines == [f"failed: rank 0 failed; restart 1 of 1 in {wait} s"]
+
+
+def test_what_is_a_commit_of_a_generation():
+    """On several hosts the one that a generation starts from is none."""
+    shared = Shared(Options(()))
+    shared.kept = [os.memfd_create("kept") for _ in range(2)]
+    assert not shared.has_commit_of(3, hosts=1)
+    protocol.write_mark(shared.kept[0], True, 3, 7)
+    assert [shared.has_commit_of(3, hosts=hosts) for hosts in (1, 2)] == [True, False]
+    protocol.write_mark(shared.kept[1], True, 3, 8)
+    assert [shared.has_commit_of(g, hosts=2) for g in (2, 3)] == [False, True]
+    for file in shared.kept:
+        os.close(file)
 
 
 # ---- How a generation comes to its end -------------------------------------------------------------------------------

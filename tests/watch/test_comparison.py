@@ -124,7 +124,7 @@ def test_the_report():
         "as if one held Python's lock",
         "      MainThread:",
         "        of a signal",
-        "  rank 4 (pid 5): stopped; has not come to a step",
+        "  rank 4 (pid 5): stopped; has begun nothing",
         "  rank 0 (pid 1): in the device's program; began 6 steps, completed 4, the last 1.0 s ago",
         "  ranks that have exited: 3",
         "",
@@ -141,14 +141,14 @@ def test_the_report():
 def test_stacks_of_a_signal():
     """Those of jax_ring are left out, and the main thread, which Python writes last, comes first."""
     stacks = f"""Thread 0x01 (most recent call first):
-  File "{report._PACKAGE}/progress/process.py", line 2 in _run
+  File "{report._CALLERS[0]}/progress/process.py", line 2 in _run
 
 Thread 0x02 (most recent call first):
   File "/nowhere/load.py", line 7 in read
 
 Current thread 0x03 (most recent call first):
   File "{__file__}", line 1 in inner
-  File "{report._PACKAGE}/progress/watch.py", line 1 in watched
+  File "{report._CALLERS[0]}/progress/watch.py", line 1 in watched
   File "/nowhere/train.py", line 2 in <module>
 """
     assert [line for line in report.of_signal(stacks).splitlines() if line.strip()] == [

@@ -16,8 +16,8 @@ import pytest
 from helpers import run_python
 
 import jax_ring
-from jax_ring.progress import process
-from jax_ring.progress.process import are_ready, progress
+from jax_ring.progress import watch as watching
+from jax_ring.progress.watch import are_ready, progress
 
 
 def completed_after(count, before):
@@ -177,7 +177,7 @@ def test_large_outputs_are_not_kept(monkeypatch):
     """What is waited for may be many steps behind."""
     before, x = nothing_runs(), jnp.zeros(54_321)
     with monkeypatch.context() as patch:
-        patch.setattr(process, "are_ready", lambda outputs: False)
+        patch.setattr(watching, "are_ready", lambda outputs: False)
         step = jax_ring.watch(jax.jit(lambda x: (x + 1, x[0])))
         for _ in range(3):
             x, _ = step(x)
@@ -300,11 +300,16 @@ LAUNCHES = """
 import threading, time, jax_ring, numpy as np
 import jax.numpy as jnp
 from jax_ring import _compat
-from jax_ring.progress.process import progress
-from jax_ring.progress.watch import watch_executions
+from jax_ring.progress import watch as watching
+from jax_ring.progress.watch import progress, watch_executions
 
+before = jax.jit(lambda x: traced.append(0) or x + 1)
+traced = []
+before(np.ones(4, np.float32))
 watch_executions()
-assert _compat._looked_up == [None]
+before(np.ones(4, np.float32))
+assert traced == [0]  # it is found among those that were compiled before
+assert not watching._runs(_compat.is_launch)
 traced, begun, go_on = [], threading.Event(), threading.Event()
 
 @jax.jit
@@ -324,7 +329,7 @@ for number in range(100):
     x = add(np.ones(4, np.float32))
     compiled(x)
     x + 1
-    assert _compat._looked_up == [None]  # what was looked up was launched
+    assert not watching._runs(_compat.is_launch)
     if number == 1:
         count = progress().page.read().started
     if number == 50:  # programs are found with a value that another one has changed

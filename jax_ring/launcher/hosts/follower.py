@@ -69,9 +69,6 @@ class Follower:
                 self._queue.put_nowait(events.Blamed(message["blamed"]))
             elif "where" in message:
                 self.asks_where.set()
-            elif "stuck" in message:
-                blamed, waiting = message["stuck"]
-                self._queue.put_nowait(events.Stuck(dict(blamed), tuple(waiting)))
 
     def tell(self, what: str, value: Any) -> None:
         """Tells the launcher that leads of this host's processes in the generation.

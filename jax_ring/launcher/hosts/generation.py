@@ -159,7 +159,7 @@ class Generation:
         self._later(more, self._no_cause_in_time)
 
     def _check_absent(self) -> None:
-        """Those that have exited should have come to jax.distributed.initialize(), if others wait there."""
+        """Processes that have exited should have come to jax.distributed.initialize(), if others wait there."""
         waiting = self._initializing - set(self._exited) - set(self._failures)
         for rank in sorted(set(self._exited) - self._initializing if waiting else ()):
             what = "has exited with status 0 without jax.distributed.initialize(), in which others wait for it"

@@ -1,7 +1,7 @@
 """What launchers of several hosts tell each other of the progress of their processes."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher.watching.page import Notes
@@ -43,12 +43,3 @@ class Others:
         self.told = {key: each._replace(place=None) for key, each in self.told.items()}
         self._send({"where": True}, None)
         return bool(self.told)
-
-    def end_stuck(self, blamed: Mapping[Hashable, str], waiting: Collection[Hashable]) -> None:
-        """Has the other hosts end those of their processes that are among these."""
-        for host in self._heard:
-            own = [key for key in self.told if key[0] == host]
-            stuck = [[key[1], blamed[key]] for key in own if key in blamed]
-            late = [key[1] for key in own if key in waiting]
-            if stuck or late:
-                self._send({"stuck": [stuck, late]}, host)

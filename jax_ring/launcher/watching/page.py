@@ -3,6 +3,7 @@
 The launcher makes it for each process, as an anonymous file. Behind the page the process says where it is, if asked.
 """
 
+import contextlib
 import faulthandler
 import mmap
 import os
@@ -52,15 +53,11 @@ class Page:
     def of_launcher(cls) -> "Page | None":
         """The page of this process; None without a launcher."""
         given, _, owner = os.environ.get(PAGE_VARIABLE, "").partition(":")
-        if not given or owner not in ("", str(os.getpid())):  # of the parent of a forked process
-            return None
-        try:
-            # A program started by a process of the launcher inherits the variable, but not the file.
-            if os.readlink(f"/proc/self/fd/{given}").startswith(f"/memfd:{NAME}"):
+        with contextlib.suppress(OSError):
+            # A forked process has the variable of its parent; a program that one starts has it, but not the file.
+            if owner in ("", str(os.getpid())) and os.readlink(f"/proc/self/fd/{given}").startswith(f"/memfd:{NAME}"):
                 os.environ[PAGE_VARIABLE] = f"{given}:{os.getpid()}"
                 return cls(int(given))
-        except OSError:
-            pass
         return None
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import linecache
 import pathlib
-import re
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,12 +10,9 @@ from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
 
 _LOOKS = 20  # in the time after which a process is stuck
 _LONGEST_SECONDS = 1.0  # between two
-_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')  # of Python's stacks on a signal
-_MAX_FRAMES = 20
-_PACKAGE = pathlib.Path(__file__).parents[2]
-# Files whose frames tell nothing.
-_CALLERS = ("launcher/worker.py", "progress/watch.py", "elastic/loop.py", "_compat.py")
-IGNORED = ("<frozen runpy>", *(str(_PACKAGE / name) for name in _CALLERS))
+_MAX_FRAMES = 20  # of a thread
+# Begin the names of files whose frames tell nothing.
+_CALLERS = (str(pathlib.Path(__file__).parents[2]), threading.__file__, "<frozen runpy>")
 _IN = {
     "python": "in Python",
     "device": "in the device's program",
@@ -70,10 +66,6 @@ class Comparison:
         self._since: dict[Hashable, tuple[tuple, float]] = {}  # by process: how far it is, and since when
         self._reported: dict[Hashable, tuple] = {}
 
-    def forget(self) -> None:
-        """Makes the next verdict possible at once."""
-        self._reported.clear()
-
     def look(
         self, notes: Mapping[Hashable, Notes], now: float, limit: float, ended: Iterable[Notes] = ()
     ) -> Verdict | None:
@@ -121,17 +113,14 @@ def text(verdict: Verdict, members: Mapping[Any, Member], limit: float, source: 
     members: also those that have ended well. limit: in seconds. source: who has set it.
     """
     # First those for which the others wait.
-    behind = sorted(
-        (members[number] for number in verdict.behind), key=lambda each: (each.kind() == "device", each.rank)
-    )
-    who = "a program has"
-    if verdict.step is not None:
-        who = f"rank {behind[0].rank} has" if len(behind) == 1 else f"ranks {_ranks(behind)} have"
-    what = "" if verdict.step is None else f" {_step(verdict, members)}"
-    lines = [f"{who} not completed{what} within {limit:g} s ({source})"]
+    behind = [members[number] for number in verdict.behind]
+    behind.sort(key=lambda each: (each.kind() == "device", each.rank))
+    who = f"rank {behind[0].rank} has" if len(behind) == 1 else f"ranks {_ranks(behind)} have"
+    what = f"{who} not completed {_step(verdict, members)}" if verdict.step else "a program has not completed"
+    lines = [f"{what} within {limit:g} s ({source})"]
     for member in behind:
         place = member.place or Place()
-        lines.append(f"  {member.name}: {_state(member, verdict)}")
+        lines.append(f"  {member.name}: {_state(member)}")
         lines += [f"      last call of jax_ring: {place.call}"] if place.call else []
         lines += [f"      {line}" for line in place.stacks.splitlines()]
     if exited := _ranks(each for each in members.values() if each.status == 0):
@@ -146,22 +135,18 @@ def _ranks(members: Iterable[Member]) -> str:
 
 
 def _step(verdict: Verdict, members: Mapping[Hashable, Member]) -> str:
-    if verdict.step is None:
+    if not verdict.step:
         return "an execution"
     # One that has begun the next may name another function.
     begun = sorted((each.notes.started, each.notes.function) for each in members.values())
     return f"step {verdict.step} ({next((name for number, name in begun if number >= verdict.step), '')})"
 
 
-def _state(member: Member, verdict: Verdict) -> str:
+def _state(member: Member) -> str:
     notes, kind = member.notes, member.kind()
     text = _IN[kind] + (f" of {notes.compiling or 'a program'}" if kind == "compilation" else "")
-    if not notes.counts:
-        text += "; has launched no program" if verdict.step is None else "; has not come to a step"
-    elif notes.counts == STEPS:
-        text += f"; began {notes.started} steps, completed {notes.completed}"
-    else:
-        text += "; waits for a program" if notes.completed < notes.started else "; has completed what it launched"
+    what = "steps" if notes.counts == STEPS else "executions"
+    text += f"; began {notes.started} {what}, completed {notes.completed}" if notes.counts else "; has begun nothing"
     if notes.completed:
         text += f", the last {notes.completed_ago:.1f} s ago"
     if not (member.place and member.place.kind):
@@ -170,17 +155,14 @@ def _state(member: Member, verdict: Verdict) -> str:
 
 
 def of_signal(stacks: str) -> str:
-    """What Python has written of its threads, the main one first, without those of jax_ring."""
+    """What Python has written of its threads, the main one first, without frames of jax_ring."""
     lines: list[str] = []
     for thread in reversed(stacks.split("\n\n")):
-        frames = _FRAME.findall(thread)
-        if all(file.startswith(str(_PACKAGE)) or file == threading.__file__ for file, *_ in frames):
-            continue
-        lines.append("another thread:" if lines else "MainThread:")
-        told = [frame for frame in frames if frame[0] not in IGNORED]
-        for file, line, function in reversed(told[:_MAX_FRAMES]):
-            lines += [
-                f'  File "{file}", line {line}, in {function}',
-                f"    {linecache.getline(file, int(line)).strip()}",
-            ]
+        frames = [line.partition('File "')[2].partition('", line ') for line in thread.splitlines()[1:]]
+        told = [(file, *place.partition(" in ")) for file, _, place in frames if file and not file.startswith(_CALLERS)]
+        if told:
+            lines.append("another thread:" if lines else "MainThread:")
+        for file, line, _, function in reversed(told[:_MAX_FRAMES]):
+            lines.append(f'  File "{file}", line {line}, in {function}')
+            lines.append(f"    {linecache.getline(file, int(line)).strip()}")
     return "\n".join(lines)

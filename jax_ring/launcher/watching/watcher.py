@@ -1,6 +1,7 @@
 """Reads the pages of a job's processes, and reports once when some no longer go on."""
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Hashable, Mapping
@@ -17,7 +18,7 @@ from jax_ring.launcher.watching.report import Member, Place
 # A process whose threads can run answers at once. Any writes its stacks on a signal, by Python's handler.
 _POLLS, _POLL_SECONDS = 40, 0.05
 _SIGNAL_SECONDS = 0.5
-_OTHER_HOSTS_SECONDS = 1.5  # longer, for the way there and back
+_OTHER_HOSTS_SECONDS = 4.0  # for both, after the second in which they look
 
 
 class Watcher:
@@ -68,29 +69,25 @@ class Watcher:
 
     async def _report(self, verdict: report.Verdict, before: Mapping[Hashable, Any], limit: float) -> None:
         has_others = self._role.others.ask()
-        places = await self._ask()
-        await asyncio.sleep(_OTHER_HOSTS_SECONDS if has_others else 0)
+        places, _ = await asyncio.gather(self._ask(), asyncio.sleep(_OTHER_HOSTS_SECONDS if has_others else 0))
         members = self._members(places)
         for number in verdict.behind:
             now = members.get(number)
             if now is None or now.status is not None or now.notes.completed != before[number].completed:
-                self._comparison.forget()  # they have gone on, or ended, meanwhile
+                self._comparison = report.Comparison()  # they have gone on, or ended, meanwhile
                 return
         source = "--watch" if self._options.watch else "jax_ring.watch"
         self._shared.output.log(report.text(verdict, members, limit, source))
         given = "end" if any(notes.ends_job for notes in before.values()) else "report"
         if (self._options.on_stuck or given) == "end":
-            blamed = report.blamed(verdict, members)
-            waiting = [number for number in verdict.behind if number not in blamed]
-            stuck = {number: blamed[number] for number in self._processes if number in blamed}
-            self._shared.queue.put_nowait(events.Stuck(stuck, tuple(n for n in self._processes if n in waiting)))
-            self._role.others.end_stuck(blamed, waiting)
+            for number, what in report.blamed(verdict, members).items():
+                failure = events.Failure(members[number].name, members[number].rank, what)
+                self._role.tell("failed", [dataclasses.asdict(failure), True])
 
     async def _ask(self) -> dict[Hashable, Place]:
         """Where the processes are: by their own word or by Python's stacks."""
-        running = {number: each for number, each in self._processes.items() if each.status is None}
-        places = {number: Place("stopped") for number, each in running.items() if each.is_stopped()}
-        asked = {number: each for number, each in running.items() if number not in places}
+        asked = {number: each for number, each in self._processes.items() if each.status is None}
+        places = {}
         for process in asked.values():
             process.page.ask(ASKED)
         for _ in range(_POLLS):
@@ -98,13 +95,10 @@ class Watcher:
             if all(process.page.words[QUESTION] == ANSWERED for process in asked.values()):
                 break
         for number, process in asked.items():
-            has_answered = process.page.words[QUESTION] == ANSWERED
-            places[number] = Place(*json.loads(process.page.behind())) if has_answered else Place()
-            process.page.ask(0)
-            if process.page.words[HAS_HANDLER]:  # otherwise the signal would end it
+            page, unknown = process.page, Place("stopped" if process.is_stopped() else "")
+            places[number] = Place(*json.loads(page.behind())) if page.words[QUESTION] == ANSWERED else unknown
+            page.ask(0)
+            if page.words[HAS_HANDLER] and not unknown.kind:  # without one, the signal would end it
                 process.send(STACKS_SIGNAL, to_descendants=False)
         await asyncio.sleep(_SIGNAL_SECONDS)
-        return places | {
-            number: places[number]._replace(stacks=report.of_signal(process.page.behind()))
-            for number, process in asked.items()
-        }
+        return {n: each._replace(stacks=report.of_signal(asked[n].page.behind())) for n, each in places.items()}
