@@ -209,9 +209,10 @@ def _who_has_left(processes: Iterable[int]) -> str:
     left: list[str] = []
 
     def look() -> None:
-        for process in processes:
-            if process != _compat.distributed_process() and (how := exit_notice.departure_of(process)):
-                left.append(f"Process {process} {how.cause}.")
+        with contextlib.suppress(Exception):  # the runtime may be gone
+            for process in processes:
+                if process != _compat.distributed_process() and (how := exit_notice.departure_of(process)):
+                    left.append(f"Process {process} {how.cause}.")
 
     _in_background(look).join(_PATIENCE_SECONDS)
     return " ".join([*left])
