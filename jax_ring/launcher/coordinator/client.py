@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _POLL_SECONDS = 0.002
-# At most this fraction of processor time within this many seconds means that no program of JAX runs.
-_QUIET_SECONDS, _BUSY_FRACTION = 0.1, 0.3
+# No program of JAX runs if most of so many looks within so many seconds show no thread of JAX that does.
+_QUIET_SECONDS, _LOOKS = 0.1, 5
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ class Programs:
     There is nothing to ask: nobody may refer to their results. JAX runs programs of several devices, or of one device
     and thread, one after the other, so that another program tells. A launch on several devices waits for those before
     it without end, therefore a thread does it, which has to be there before Python ends. Programs on single devices
-    that other threads have launched show by their processor time.
+    that other threads have launched show by threads that run.
     """
 
     def __init__(self) -> None:
@@ -104,10 +104,8 @@ class Programs:
                 return False
         except (RuntimeError, ValueError):  # JAX's errors: a program has failed, or its backend is gone
             return True
-        while (left := until - time.monotonic()) > 0:
-            seconds, used = min(_QUIET_SECONDS, left), _processor_seconds()
-            time.sleep(seconds)
-            if _processor_seconds() - used <= _BUSY_FRACTION * seconds:
+        while time.monotonic() < until:
+            if sum(_is_computing() for _ in range(_LOOKS)) <= _LOOKS // 2:
                 return True
         return False
 
@@ -152,14 +150,16 @@ def _come_true(until: float, *conditions: Any) -> bool:
     return True
 
 
-def _processor_seconds() -> float:
-    """That all threads have used but Python's, which may do so until the end."""
-    of_python = {thread.native_id for thread in threading.enumerate()}
-    ticks = 0
+def _is_computing() -> bool:
+    """Whether a thread runs, or waits for a core, after a moment. Python's do not count: they may until the end."""
+    time.sleep(_QUIET_SECONDS / _LOOKS)
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in pathlib.Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has ended
-            if int(task.name) not in of_python:
-                # The name before the last parenthesis may contain anything.
-                fields = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            # The name before the last parenthesis may contain anything.
+            if (
+                task.name not in of_python
+                and (task / "stat").read_text(errors="replace").rpartition(") ")[2][:1] in "RD"
+            ):
+                return True
+    return False
