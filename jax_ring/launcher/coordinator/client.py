@@ -6,7 +6,6 @@ script has imported it.
 
 import contextlib
 import ctypes
-import os
 import pathlib
 import queue
 import signal
@@ -157,9 +156,7 @@ def _is_computing() -> bool:
     for task in pathlib.Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # it has ended
             # The name before the last parenthesis may contain anything.
-            if (
-                task.name not in of_python
-                and (task / "stat").read_text(errors="replace").rpartition(") ")[2][:1] in "RD"
-            ):
+            state = (task / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
+            if state in ("R", "D") and task.name not in of_python:
                 return True
     return False
