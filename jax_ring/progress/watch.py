@@ -3,6 +3,7 @@
 Calls of watched functions count as steps. Without any, each execution of a program counts.
 """
 
+import atexit
 import faulthandler
 import functools
 import json
@@ -27,6 +28,7 @@ OnStuck = Literal["report", "end"]
 
 _COMPILATION = "/jax/core/compile/"  # begins the names of JAX's events for tracing, lowering and compiling
 _LOOK_SECONDS = 0.1
+_EXIT_SECONDS = 10.0
 _of_thread = threading.local()  # has attributes within a watched call
 
 
@@ -118,7 +120,10 @@ class Progress:
         # An event's scalar is recorded at its beginning, its duration at the end.
         jax.monitoring.register_scalar_listener(self._compile)
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
-        threading.Thread(target=self._run, name="jax_ring-watch", daemon=True).start()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jax_ring-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def count(self, counts: int, limit: float = 0.0, ends_job: bool = False) -> None:
         """Says what is counted. Once it is steps, executions no longer count. The shortest limit holds."""
@@ -157,14 +162,13 @@ class Progress:
 
     def _run(self) -> None:
         comparison, limit = report.Comparison(), 0.0
-        while True:
-            time.sleep(min(_LOOK_SECONDS, report.seconds_between_looks(limit)))
+        while not self._end.wait(min(_LOOK_SECONDS, report.seconds_between_looks(limit))):
             self._look()
             if self.page.words[page.QUESTION] == page.ASKED:
                 self.page.answer(json.dumps(self._where()))
             notes = self.page.read()
             limit = notes.limit
-            if self._is_alone and (verdict := comparison.look({0: notes}, time.monotonic(), limit)):
+            if self._is_alone and limit and (verdict := comparison.look({0: notes}, time.monotonic(), limit)):
                 self.page.ask(0)
                 faulthandler.dump_traceback(self.page.file)
                 place = self._where()._replace(stacks=report.of_signal(self.page.behind()))
@@ -173,6 +177,11 @@ class Progress:
                 print(f"jax_ring: {report.text(verdict, own, limit, 'jax_ring.watch')}", file=sys.stderr, flush=True)
                 if notes.ends_job:
                     os._exit(1)  # the thread that hangs cannot raise
+
+    def _stop(self) -> None:
+        """Ends the thread: Python would end it within C++, and that the process."""
+        self._end.set()
+        self._thread.join(timeout=_EXIT_SECONDS)
 
     def _look(self) -> None:
         """Notes the executions that are complete, and whether one is being launched."""

@@ -378,3 +378,21 @@ print("ends")
 def test_launches():
     result = run_python(LAUNCHES)
     assert (result.returncode, result.stdout) == (0, "ends\n"), result.stderr
+
+
+ENDS = """
+import jax_ring, numpy as np
+from jax_ring.progress import watch as watching
+
+watching._LOOK_SECONDS = 1e-5
+step = jax_ring.watch(jax.jit(lambda x: tuple(x + i for i in range(100))))
+for _ in range(20):
+    outputs = step(np.ones(4, np.float32))
+"""
+
+
+@pytest.mark.one_pair
+def test_a_thread_that_looks_does_not_end_python():
+    for _ in range(3):
+        result = run_python(ENDS)
+        assert (result.returncode, result.stderr) == (0, "")

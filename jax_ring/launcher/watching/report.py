@@ -145,8 +145,12 @@ def _step(verdict: Verdict, members: Mapping[Hashable, Member]) -> str:
 def _state(member: Member) -> str:
     notes, kind = member.notes, member.kind()
     text = _IN[kind] + (f" of {notes.compiling or 'a program'}" if kind == "compilation" else "")
-    what = "steps" if notes.counts == STEPS else "executions"
-    text += f"; began {notes.started} {what}, completed {notes.completed}" if notes.counts else "; has begun nothing"
+    if not notes.counts:
+        text += "; has begun nothing"
+    elif notes.counts == STEPS:
+        text += f"; began {notes.started} steps, completed {notes.completed}"
+    else:  # of executions only the newest is looked at
+        text += "; waits for a program" if notes.completed < notes.started else "; has completed what it launched"
     if notes.completed:
         text += f", the last {notes.completed_ago:.1f} s ago"
     if not (member.place and member.place.kind):
