@@ -348,6 +348,22 @@ def test_the_blamed_one_is_lost_where_nothing_is_known_of_it():
     assert watched.generation.outcome(None).lost == {3}
 
 
+def test_nobody_waits_for_a_cause_that_has_exited():
+    """With status 0, which the last line says."""
+    watched = Watched(seconds=0.0, grace=60.0)
+
+    async def scenario():
+        watched.fails(0, caused_by=3)
+        await asyncio.sleep(0.02)
+        assert (watched.generation.phase, watched.ends) == (Phase.DOUBTING_LONGER, [])
+        watched.exits(3)
+
+    asyncio.run(scenario())
+    last = "rank 0 failed; rank 3 of host 1 had exited with status 0"
+    assert watched.ends == [[last, signal.SIGTERM, 0.0]]
+    assert str(watched.generation.outcome(None).failure) == last
+
+
 def test_an_exception_that_is_caught_is_no_failure():
     watched = Watched()
     soon(lambda: [watched.fails(1, is_final=False), watched.fails(0, is_final=False, caused_by=1), watched.exits(1, 0)])

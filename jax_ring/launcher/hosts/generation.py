@@ -77,6 +77,8 @@ class Generation:
                 rank, name = value
                 self._failures.pop(rank, None)  # an exception that was reported and then caught is no failure
                 self._exited[rank] = name + self._of_host(index)
+                if self.phase is Phase.DOUBTING_LONGER:
+                    self._no_cause_in_time()
                 self._later(self._options.failure_grace, self._check_absent)
             case "initializes":
                 self._initializing.add(value)
@@ -146,17 +148,25 @@ class Generation:
         if not self._failures:
             self.phase = Phase.RUNNING
             return
-        first = str(self._failures.first())
+        first = self._failures.first()
+        assert first is not None
         more = self._options.grace - self._options.failure_grace
         awaited = self._failures.awaited() - set(self._exited)
-        is_elastic = self._shared.needs is not None
-        if self.phase is Phase.DOUBTING_LONGER or is_elastic or more <= 0 or not awaited:
-            self.end(first)
+        if awaited and more > 0 and self._shared.needs is None:
+            if self.phase is Phase.DOUBTING:
+                self.phase = Phase.DOUBTING_LONGER
+                ranks = ", ".join(map(str, sorted(awaited)))
+                self._shared.output.log(
+                    f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause"
+                )
+                self._later(more, self._end_without_cause, first)
             return
-        self.phase = Phase.DOUBTING_LONGER
-        ranks = ", ".join(map(str, sorted(awaited)))
-        self._shared.output.log(f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause")
-        self._later(more, self._no_cause_in_time)
+        self._end_without_cause(first)
+
+    def _end_without_cause(self, first: Failure) -> None:
+        if self._exited and self.phase is not Phase.ENDING:  # others may have waited for it
+            first.what += f"; {', '.join(self._exited.values())} had exited with status 0"
+        self.end(str(first))
 
     def _check_absent(self) -> None:
         """Processes that have exited should have come to jax.distributed.initialize(), if others wait there."""
