@@ -251,8 +251,6 @@ def test_a_call_that_cannot_be_left(script):
     assert err.count("have not completed step 5 (step)") == 1, err
     assert re.search(r"rank 1 \(pid \d+\): in a callback of the device's program; .* in block\n", err, re.DOTALL), err
     assert re.search(r"rank 1 \(pid \d+\) is stuck in step 5 \(step\): in a callback .*; killing ranks 0, 1", err), err
-        err
-    )
 
 
 @pytest.mark.one_pair
