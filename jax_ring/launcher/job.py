@@ -93,6 +93,7 @@ class Job:
 
     async def _lead(self) -> int | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
+        events.forget(self._shared.queue, but=events.Signalled)
         leader = self._search.lead()
         leading = asyncio.create_task(self._lead_generations(leader))
         leading.add_done_callback(lambda _: self._shared.queue.put_nowait(events.LeaderLost("")))
@@ -173,6 +174,7 @@ class Job:
 
     async def _follow(self, address: str) -> int | None:
         """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
+        events.forget(self._shared.queue, but=events.Signalled)  # before that one may say anything
         try:
             follower = await self._unless_signalled(self._search.follow(address))
             return await self._followed(follower) if follower is not None else None
@@ -183,7 +185,6 @@ class Job:
 
     async def _followed(self, follower: Follower) -> int | None:
         """Does what the launcher that leads says, and returns the exit status of the job; None if another may lead."""
-        events.forget(self._shared.queue, but=events.Signalled)
         while True:
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):

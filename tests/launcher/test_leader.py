@@ -11,6 +11,7 @@ import pytest
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import Failure
+from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Generation, Outcome, Phase
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader
@@ -178,12 +179,8 @@ def test_a_spare_has_time_to_find_the_next_leader():
     job, search, said = alone(node_timeout=10.0)
     search._since -= 100
 
-    async def scenario():
-        lost = events.LeaderLost("the launcher that leads has ended")
-        asyncio.get_running_loop().call_soon(job._shared.queue.put_nowait, lost)
-        return await job._followed(None)
-
-    assert asyncio.run(scenario()) is None
+    job._shared.queue.put_nowait(events.LeaderLost("the launcher that leads has ended"))
+    assert asyncio.run(job._followed(None)) is None
     assert said == ["the launcher that leads has ended"]
     assert search.seconds_left() > 5
 
@@ -386,3 +383,20 @@ def test_those_that_have_left_wait_for_the_others():
     watched.generation.lose(1, "is gone", is_change=True)
     assert watched.generation.outcome(None).has_changed
     assert len(watched.ends) == 1
+
+
+def test_what_a_launcher_says_at_once_is_not_lost(monkeypatch):
+    """It may start a generation before the other one knows that it follows."""
+    job, search, _ = alone()
+
+    async def follow(address):
+        search.follower = Follower("a", search._register, job._shared.queue, lambda message: None)
+        job._shared.queue.put_nowait(events.JobEnded(7, "for a test"))
+        return search.follower
+
+    async def leave():
+        pass
+
+    monkeypatch.setattr(search, "follow", follow)
+    monkeypatch.setattr(search, "leave", leave)
+    assert asyncio.run(asyncio.wait_for(job._follow("localhost:1"), 10)) == 7
