@@ -215,7 +215,8 @@ class Job:
                     finally:
                         self._attempt = None
                     self._search.had_enough()
-                    follower.tell("ended", True)
+                    if received is None or follower.leads:  # else the job has lost this host
+                        follower.tell("ended", True)
                     if received is not None:
                         raise SignalledError(received)
 

@@ -118,6 +118,17 @@ def test_a_signal_to_host_0_reaches_all(hosts):
     assert_gone(started)
 
 
+def test_a_signal_to_another_host_loses_it(hosts):
+    """At once: no process of host 0 waits for one of the other."""
+    launchers = hosts(WAITS.format(""), [1, 1])
+    started = [pids(launcher, 1)[0] for launcher in launchers]
+    launchers[1].send_signal(signal.SIGTERM)
+    (first, _, err), (second, _, _) = ends(launchers)
+    assert (first, second) == (1, 128 + signal.SIGTERM), err
+    assert err.splitlines()[-1].startswith("jax_ring.launch: failed: host 1 is gone")
+    assert_gone(started)
+
+
 def test_a_signal_while_host_0_waits_for_the_processes_of_others_ends_the_job(hosts, tmp_path):
     options = ("--max-restarts", "1", "--backoff", "0", "--failure-grace", "60")
     launchers = hosts(FAILS_BESIDE_A_SLOW_ONE, [1, 1], *options)

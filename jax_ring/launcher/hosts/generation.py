@@ -56,7 +56,6 @@ class Generation:
         self._left: set[int] = set()
         self._is_change_pending = self._has_told_change = self._has_changed = False
         self._timers: list[asyncio.TimerHandle] = []
-        self.has_news = asyncio.Event()
 
     def close(self) -> None:
         for timer in self._timers:
@@ -87,7 +86,6 @@ class Generation:
                 self._leaves(*value)
             case "ended":
                 self.ended.add(index)
-        self.has_news.set()
 
     def lose(self, index: int, what: str, *, is_change: bool) -> None:
         """A host is lost. is_change: whether the job goes on without it."""
@@ -97,7 +95,6 @@ class Generation:
         failure = Failure(f"host {index}" + (f" ({address})" if address else ""), NO_RANK, what)
         self._failures.setdefault(NO_RANK - 1 - index, failure)
         self.end(str(failure))
-        self.has_news.set()
 
     def outcome(self, cause: Failure | None) -> Outcome:
         """How it has ended. cause: outside of its processes."""
