@@ -71,7 +71,7 @@ def _read(posts: Sequence[bytes]) -> tuple[int, list[dict[CommitId, tuple[int, s
         if {type(number) for rows in posted for row in rows for number in row} <= {int}:
             found = [{CommitId(*row[:2]): (row[2], {*row[3:]}) for row in rows} for _, *rows in posted]
             return max(first for (first,), *_ in posted), found
-    except (TypeError, ValueError, IndexError, RecursionError):
+    except (TypeError, ValueError, LookupError, RecursionError):
         pass
     raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}")
 
