@@ -102,6 +102,9 @@ class Job:
         except SignalledError as error:
             if not self._options.hosts_change:  # else others go on without this host
                 self._is_stopped = True
+                if leader.generation is not None:  # it may have begun, and this host's part of it not
+                    leader.generation.end("it was told to end", signal.SIGTERM, self._options.grace)
+                    leader.follower.tell("ended", True)
                 with contextlib.suppress(SignalledError):
                     await self._unless_signalled(leader.finish())
                 await leader.end(128 + error.signum, "it was told to end")
