@@ -17,6 +17,7 @@ from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_t
 from jax_ring.launcher.hosts.leader import Leader
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.shared import Needs, Shared
+from jax_ring.launcher.signals import SignalledError
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -361,6 +362,30 @@ def test_nobody_waits_for_a_cause_that_has_exited():
     assert str(watched.generation.outcome(None).failure) == last
 
 
+def test_a_handler_that_exits_with_0_makes_no_success():
+    """As of SIGTERM, in a process that was told to end because of its own failure."""
+    watched = Watched()
+    soon(lambda: watched.fails(0, is_final=False, caused_by=1))
+    assert len(watched.ends) == 1
+    watched.exits(0, 2, 3)
+    outcome = watched.generation.outcome(None)
+    assert (outcome.status, str(outcome.failure), outcome.has_finished) == (1, "rank 0 failed", False)
+
+
+def test_a_blame_that_is_caught_while_its_cause_is_awaited():
+    watched = Watched(grace=0.1)
+
+    async def scenario():
+        watched.fails(0, caused_by=3)
+        await asyncio.sleep(0.02)
+        assert watched.generation.phase is Phase.DOUBTING_LONGER
+        watched.exits(0)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    assert (watched.generation.phase, watched.ends) == (Phase.RUNNING, [])
+
+
 def test_an_exception_that_is_caught_is_no_failure():
     watched = Watched()
     soon(lambda: [watched.fails(1, is_final=False), watched.fails(0, is_final=False, caused_by=1), watched.exits(1, 0)])
@@ -400,3 +425,23 @@ def test_what_a_launcher_says_at_once_is_not_lost(monkeypatch):
     monkeypatch.setattr(search, "follow", follow)
     monkeypatch.setattr(search, "leave", leave)
     assert asyncio.run(asyncio.wait_for(job._follow("localhost:1"), 10)) == 7
+
+
+def test_a_signal_before_the_processes_of_a_generation_have_begun(monkeypatch):
+    """The launcher waits for none of them."""
+    nothing = types.SimpleNamespace(begin=lambda *_: None, failure=lambda: None, end=lambda: None)
+    monkeypatch.setattr("jax_ring.launcher.job.Service", lambda output: nothing)
+    job, search, _ = alone(nnodes=1, hosts_change=False, node_rank=0, coordinators=())
+
+    async def scenario():
+        def begin(self, group, coordinator):
+            job._shared.queue.put_nowait(events.Signalled(signal.SIGTERM))
+            return Leader.begin(self, group, coordinator)
+
+        leader = search.lead()
+        search.lead = lambda: leader
+        leader.begin = types.MethodType(begin, leader)
+        with pytest.raises(SignalledError):
+            await asyncio.wait_for(job._lead(), 10)
+
+    asyncio.run(scenario())

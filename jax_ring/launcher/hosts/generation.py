@@ -72,7 +72,7 @@ class Generation:
                 failure = Failure(**value[0])
                 failure.name += self._of_host(index)
                 self._failed(failure, is_final=value[1])
-            case "exited":
+            case "exited" if self.phase is not Phase.ENDING:  # else it was told to, perhaps after its failure
                 rank, name = value
                 self._failures.pop(rank, None)  # an exception that was reported and then caught is no failure
                 self._exited[rank] = name + self._of_host(index)
@@ -161,7 +161,9 @@ class Generation:
         self._end_without_cause(first)
 
     def _end_without_cause(self, first: Failure) -> None:
-        if self._exited and self.phase is not Phase.ENDING:  # others may have waited for it
+        if self._failures.get(first.rank) is not first or self.phase is Phase.ENDING:
+            return  # it was caught, or something else has ended the generation
+        if self._exited:  # others may have waited for it
             first.what += f"; {', '.join(self._exited.values())} had exited with status 0"
         self.end(str(first))
 
