@@ -11,9 +11,9 @@ _NEWS_SECONDS = 2.5  # without news of a host for so long, nothing is known of i
 
 
 class Others:
-    """The processes of other hosts in an attempt, for the launcher that leads.
+    """The processes of other hosts in a generation, for the launcher that leads.
 
-    send: sends a message of this attempt to a host, or to all.
+    send: sends a message of this generation to a host, or to all.
     """
 
     def __init__(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
@@ -22,7 +22,7 @@ class Others:
         self._heard: dict[int, float] = {}  # by host
 
     def forget(self) -> None:
-        """An attempt begins."""
+        """A generation begins."""
         self.told.clear()
         self._heard.clear()
 

@@ -22,13 +22,13 @@ _OTHER_HOSTS_SECONDS = 4.0  # for both, after the second in which they look
 
 
 class Watcher:
-    """Watches the processes of an attempt: those of all hosts, or for a launcher that does.
+    """Watches the processes of a generation: those of all hosts, or for a launcher that does.
 
-    processes: of this host, by number; the attempt adds to it.
+    processes: of this host, by number; more are added.
     """
 
-    def __init__(self, shared: Shared, processes: Mapping[Any, Process], role: Follower) -> None:
-        self._shared, self._options, self._processes, self._role = shared, shared.options, processes, role
+    def __init__(self, shared: Shared, processes: Mapping[Any, Process], follower: Follower) -> None:
+        self._shared, self._options, self._processes, self._follower = shared, shared.options, processes, follower
         self._comparison = report.Comparison()
         self._compiling: set[tuple[Hashable, str]] = set()  # reported compilations
 
@@ -37,16 +37,16 @@ class Watcher:
         limit = 0.0
         while True:
             await asyncio.sleep(report.seconds_between_looks(limit))
-            if not self._role.leads:
-                places = await self._ask() if self._role.asks_where.is_set() else {}
-                self._role.asks_where.clear()
+            if not self._follower.leads:
+                places = await self._ask() if self._follower.asks_where.is_set() else {}
+                self._follower.asks_where.clear()
                 for number, member in self._members(places).items():
-                    self._role.tell("progress", [number, member])
+                    self._follower.tell("progress", [number, member])
             members = self._members({})
             running = {number: each.notes for number, each in members.items() if each.status is None}
             given = [notes.limit for notes in running.values() if notes.counts]
             limit = (self._options.watch or min(given)) if given else 0.0
-            if limit and self._role.leads and self._role.others.are_known():
+            if limit and self._follower.leads and self._follower.others.are_known():
                 self._report_compilations(members, running, limit)
                 ended = [each.notes for each in members.values() if each.status == 0]
                 if verdict := self._comparison.look(running, time.monotonic(), limit, ended):
@@ -58,7 +58,7 @@ class Watcher:
             number: Member(each.rank, each.name, each.status, each.page.read(), places.get(number))
             for number, each in self._processes.items()
         }
-        return {**own, **self._role.others.told}
+        return {**own, **self._follower.others.told}
 
     def _report_compilations(self, members: Mapping, running: Mapping[Hashable, Any], limit: float) -> None:
         found = {(number, each.compiling) for number, each in running.items() if each.compiling_for > limit}
@@ -68,7 +68,7 @@ class Watcher:
         self._compiling = found
 
     async def _report(self, verdict: report.Verdict, before: Mapping[Hashable, Any], limit: float) -> None:
-        has_others = self._role.others.ask()
+        has_others = self._follower.others.ask()
         places, _ = await asyncio.gather(self._ask(), asyncio.sleep(_OTHER_HOSTS_SECONDS if has_others else 0))
         members = self._members(places)
         for number in verdict.behind:
@@ -82,7 +82,7 @@ class Watcher:
         if (self._options.on_stuck or given) == "end":
             for number, what in report.blamed(verdict, members).items():
                 failure = events.Failure(members[number].name, members[number].rank, what)
-                self._role.tell("failed", [dataclasses.asdict(failure), True])
+                self._follower.tell("failed", [dataclasses.asdict(failure), True])
 
     async def _ask(self) -> dict[Hashable, Place]:
         """Where the processes are: by their own word or by Python's stacks."""
