@@ -64,8 +64,6 @@ class Attempt:
 
     def _start(self, slot: int, rank: int) -> None:
         shared, number = self._shared, next(self._shared.numbers)
-        if where := shared.logs.claim(self._plan.job):
-            self._log(where)
         page = Page.new()
         own = {
             protocol.CONTROL_VARIABLE: shared.server.name,
@@ -82,7 +80,7 @@ class Attempt:
             raise
         self._processes[number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
-        process.copy_output(shared.output, label, shared.logs.of(self._plan.number, rank))
+        process.copy_output(shared.output, label, shared.logs.of(self._plan.job, self._plan.number, rank))
 
     async def _supervise(self) -> int | None:
         queue = self._shared.queue

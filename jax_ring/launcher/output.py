@@ -1,8 +1,10 @@
-"""Labeled output lines, by threads, so that a blocked reader blocks nothing else."""
+"""Labeled output lines, by threads, so that a blocked reader blocks nothing else; and files that have them, too."""
 
 import asyncio
 import contextlib
+import itertools
 import os
+import pathlib
 import queue
 import re
 import select
@@ -231,3 +233,49 @@ class Output:
         elif file != self._files[1]:
             name = {self._files[0]: "standard output"}.get(file, "a log file")
             self.log(f"cannot write to {name}: {error}. The rest of its output is lost")
+
+
+class LogFiles:
+    """The files of --log-dir: FOLDER/rank-2.out and .err, and FOLDER/restart-1 for the first restart.
+
+    A later job with the same folder has FOLDER/job-2, and so on. Launchers of several hosts may share it.
+
+    log: tells the user where the output is, if it is not in the folder itself.
+    """
+
+    def __init__(self, parent: pathlib.Path | None, log: Callable[[str], None]) -> None:
+        self._parent, self._log = parent, log
+        self._folder: pathlib.Path | None = None  # of the job, once it is known
+
+    def of(self, job: str, restart: int, rank: int) -> tuple[int | None, int | None]:
+        """Descriptors for a rank's standard output and error.
+
+        job: a text that the launchers of all its hosts know, and of no other job.
+        """
+        if self._parent is None:
+            return None, None
+        try:
+            if self._folder is None:
+                numbered = (self._parent / f"job-{number}" for number in itertools.count(2))
+                self._folder = next(each for each in itertools.chain([self._parent], numbered) if _is_of(each, job))
+                if self._folder != self._parent:
+                    self._log(f"the output of this job is in {self._folder}: {self._parent} has that of an earlier one")
+            folder = self._folder / f"restart-{restart}" if restart else self._folder
+            folder.mkdir(exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # what is there is of this job
+            out, err = (os.open(folder / f"rank-{rank}.{end}", flags, 0o666) for end in ("out", "err"))
+        except OSError as error:
+            raise OSError(f"cannot write to --log-dir: {error}") from error
+        return out, err
+
+
+def _is_of(folder: pathlib.Path, job: str) -> bool:
+    """Whether a folder is a job's, which takes one that has no output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = folder / ".job"  # a link, made as a whole, whose target is no file but the job's name
+    # In this order: another launcher of the job takes the folder before it writes.
+    if (any(folder.glob("rank-*")) or any(folder.glob("restart-*"))) and not owner.is_symlink():
+        return False  # by a job that has left no name
+    with contextlib.suppress(FileExistsError):
+        owner.symlink_to(job)
+    return os.readlink(owner) == job
