@@ -135,13 +135,12 @@ class Job:
         """A generation on all hosts, with a coordination service here."""
         own = self._search.own
         with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
-            service = Service(self._shared.output)
+            service = Service(self._shared.output, coordinator, group.num_processes)
             try:
                 if self._options.hosts_change:
                     hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
                     self._shared.output.log(f"generation {group.number - 1}: hosts {hosts}")
                 generation = leader.begin(group, coordinator)
-                service.begin(coordinator, group.num_processes)
                 await leader.finish()
                 return generation.outcome(service.failure())
             finally:

@@ -73,9 +73,6 @@ def with_environment_defaults(initialize: Callable, own: Mapping[str, str]) -> C
             load_beside("protocol.py").Control.tell_initialize()
             service = client.without_service()
         else:
-            # It is the address of the launcher's service, at which this process's own would listen.
-            if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") == coordinator:
-                del os.environ["JAX_COORDINATOR_BIND_ADDRESS"]
             service = contextlib.nullcontext()
         with client.with_own_handler(), service:
             initialize(coordinator_address, num_processes, process_id, *rest, **options)

@@ -8,7 +8,6 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, assert_gone, command_with, run, st
 
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.shared import Shared
 
@@ -301,7 +300,6 @@ def test_devices_of_nested_launches(outer, devices, expected):
     ],
 )
 def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
-    assert without_proxy("[::1]:80", outer) == expected
     found = environment.variables(
         Options(()), Plan("job", 0, (0, 1), 0, 2, "[::1]:80"), {}, slot=1, rank=1, outer=outer
     )
