@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -223,17 +222,21 @@ class Leader:
 
     async def finish(self) -> None:
         """Waits until the generation is over. Hosts that have processes left long after they were told are dropped."""
-        generation, until = self.generation, None
-        while generation is not None and not generation.is_over():
-            now = asyncio.get_running_loop().time()
-            if until is None and generation.phase is Phase.ENDING:
-                until = now + self._options.failure_grace + self._options.grace + _SLACK_SECONDS
-            if until is not None and until <= now:
-                until = math.inf
-                for guest in list(self.guests.values()):
-                    if guest.link is not None and self._index(guest) not in (None, *generation.ended):
-                        self._lose(guest)
-            await self.next_change(until - now if until is not None and until < math.inf else None)
+        if (generation := self.generation) is None:
+            return
+        await self._until(lambda: generation.is_over() or generation.phase is Phase.ENDING)
+        try:
+            async with asyncio.timeout(self._options.failure_grace + self._options.grace + _SLACK_SECONDS):
+                await self._until(generation.is_over)
+        except TimeoutError:
+            for guest in self.guests.values():
+                if guest.link is not None and self._index(guest) not in (None, *generation.ended):
+                    guest.link.abort()
+            await self._until(generation.is_over)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.next_change()
 
     def ended(self) -> None:
         """Nothing runs."""
