@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from types import UnionType
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.environment import Plan
@@ -57,21 +56,21 @@ def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
 class Failures(dict[int, Failure]):
     """A generation's failures, in the order in which they became known: by rank, or a negative number for a host."""
 
-    def first(self) -> Failure | None:
-        """The first failure by a process's own fault; without any, the first."""
-        own = [failure for failure in self.values() if failure.is_own]
-        return next(iter(own or self.values()), None)
+    def own(self) -> list[Failure]:
+        """Those by a process's own fault."""
+        return [failure for failure in self.values() if failure.is_own]
+
+    def first(self) -> Failure:
+        """The first by a process's own fault; without any, the first. There has to be one."""
+        return (self.own() or [*self.values()])[0]
 
     def awaited(self) -> set[int]:
         """The ranks that failures blame, and whose own is not known."""
         return {rank for failure in self.values() if (rank := failure.caused_by) is not None and rank >= 0} - set(self)
 
-    def has_own(self) -> bool:
-        return any(failure.is_own for failure in self.values())
-
     def lost(self, count: int) -> frozenset[int]:
         """The ranks at fault, of so many: by themselves, or else those that are blamed, or else all that failed."""
-        own = {failure.rank for failure in self.values() if failure.is_own}
+        own = {failure.rank for failure in self.own()}
         return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
 
 
@@ -129,8 +128,8 @@ class JobEnded(NamedTuple):
 Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
 
 
-def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:
-    """Drops the events that are queued, but those of some types."""
+def forget(queue: asyncio.Queue[Event]) -> None:
+    """Drops the events that are queued, but signals."""
     for _ in range(queue.qsize()):
-        if isinstance(event := queue.get_nowait(), but):
+        if isinstance(event := queue.get_nowait(), Signalled):
             queue.put_nowait(event)

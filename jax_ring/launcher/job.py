@@ -93,7 +93,7 @@ class Job:
 
     async def _lead(self) -> int | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
-        events.forget(self._shared.queue, but=events.Signalled)
+        events.forget(self._shared.queue)
         leader = self._search.lead()
         leading = asyncio.create_task(self._lead_generations(leader))
         leading.add_done_callback(lambda _: self._shared.queue.put_nowait(events.LeaderLost("")))
@@ -176,7 +176,7 @@ class Job:
 
     async def _follow(self, address: str) -> int | None:
         """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
-        events.forget(self._shared.queue, but=events.Signalled)  # before that one may say anything
+        events.forget(self._shared.queue)  # before that one may say anything
         try:
             follower = await self._unless_signalled(self._search.follow(address))
             return await self._followed(follower) if follower is not None else None

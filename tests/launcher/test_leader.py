@@ -37,8 +37,8 @@ class Link:
 class Hosts:
     """A leader a with a group of a and b, which runs."""
 
-    def __init__(self):
-        shared = Shared(OPTIONS)
+    def __init__(self, options=OPTIONS):
+        shared = Shared(options)
         self.shared, self.queue, self.register = shared, shared.queue, Register(at_the_beginning(["a:1"]))
         self.leader = Leader(Host("a", "a:1", (0,)), shared, self.register, Evidence(20.0))
 
@@ -114,6 +114,22 @@ def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
         links[1].messages.put_nowait(answer)
         assert await agreed == (answer and Group(1, hosts, "job"))
         assert list(job.leader.guests) == ["a", "b", "c"][: 3 if answer else 2]
+
+    asyncio.run(run())
+
+
+def test_a_host_whose_processes_do_not_end_is_dropped(monkeypatch):
+    monkeypatch.setattr("jax_ring.launcher.hosts.leader._SLACK_SECONDS", 0.05)
+
+    async def run():
+        job = Hosts(dataclasses.replace(OPTIONS, failure_grace=0.0, grace=0.0))
+        member = await job.begin()
+        member.abort = lambda: member.messages.put_nowait(None)
+        job.leader.generation.end("for a test")
+        job.leader.follower.tell("ended", True)
+        await asyncio.wait_for(job.leader.finish(), 10)
+        assert list(job.leader.guests) == ["a"]
+        assert job.leader.generation.is_over()
 
     asyncio.run(run())
 
@@ -384,6 +400,21 @@ def test_a_blame_that_is_caught_while_its_cause_is_awaited():
 
     asyncio.run(scenario())
     assert (watched.generation.phase, watched.ends) == (Phase.RUNNING, [])
+
+
+def test_a_blame_that_is_left_when_another_is_caught():
+    watched = Watched(grace=0.1)
+
+    async def scenario():
+        watched.fails(0, caused_by=3)
+        watched.fails(1, caused_by=3)
+        await asyncio.sleep(0.02)
+        watched.exits(0)
+        assert watched.generation.phase is Phase.DOUBTING_LONGER
+        await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    assert watched.ends == [["rank 1 failed; rank 0 had exited with status 0", signal.SIGTERM, 0.0]]
 
 
 def test_an_exception_that_is_caught_is_no_failure():

@@ -2,7 +2,6 @@
 
 import asyncio
 import enum
-import functools
 import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ class Generation:
 
     def __init__(self, shared: Shared, group: Group, own: int | None, send: Callable[[dict[str, Any]], None]) -> None:
         self._shared, self._options, self._group, self._own, self._send = shared, shared.options, group, own, send
-        self._num_processes = group.num_processes
         self.phase = Phase.RUNNING
         self.ended: set[int] = set()
         self._failures = Failures()
@@ -56,28 +54,31 @@ class Generation:
         self._left: set[int] = set()
         self._is_change_pending = self._has_told_change = self._has_changed = False
         self._timers: list[asyncio.TimerHandle] = []
+        self._doubt: asyncio.TimerHandle  # the last one that `_look_for_cause` has
 
     def close(self) -> None:
+        """Decides nothing more."""
         for timer in self._timers:
             timer.cancel()
 
     def is_over(self) -> bool:
         """Whether all processes have exited with status 0, or have ended as they were told."""
-        return len(self._exited) == self._num_processes or len(self.ended) == len(self._group.hosts)
+        return len(self._exited) == self._group.num_processes or len(self.ended) == len(self._group.hosts)
 
     def take(self, index: int, what: str, value: Any) -> None:
         """Takes what a host says of its processes."""
+        of_host = f" of host {index}" if index != self._own else ""
         match what:
             case "failed":
                 failure = Failure(**value[0])
-                failure.name += self._of_host(index)
+                failure.name += of_host
                 self._failed(failure, is_final=value[1])
             case "exited" if self.phase is not Phase.ENDING:  # else it was told to, perhaps after its failure
                 rank, name = value
                 self._failures.pop(rank, None)  # an exception that was reported and then caught is no failure
-                self._exited[rank] = name + self._of_host(index)
+                self._exited[rank] = name + of_host
                 if self.phase is Phase.DOUBTING_LONGER:
-                    self._no_cause_in_time()
+                    self._look_for_cause()
                 self._later(self._options.failure_grace, self._check_absent)
             case "initializes":
                 self._initializing.add(value)
@@ -101,16 +102,16 @@ class Generation:
         if not self._failures:
             return Outcome(0)
         failure = cause or self._failures.first()
-        assert failure is not None
-        lost = frozenset() if cause else self._failures.lost(self._num_processes)
-        changed = self._has_changed or self._is_change_pending
-        return Outcome(failure.status, failure, lost, bool(self._exited), changed)
+        lost = frozenset() if cause else self._failures.lost(self._group.num_processes)
+        has_changed = self._has_changed or self._is_change_pending
+        return Outcome(failure.status, failure, lost, bool(self._exited), has_changed)
 
     def end(self, reason: str, signum: int | None = None, grace: float | None = None) -> None:
         """Has all processes end, if they are not. Those of an elastic job at once: its state is in other memory."""
         if self.phase is Phase.ENDING:
             return
         self.phase = Phase.ENDING
+        self.close()
         if signum is None:
             signum = signal.SIGTERM if self._shared.needs is None else signal.SIGKILL
         self._send({"end": [reason, signum, self._options.failure_grace if grace is None else grace]})
@@ -124,7 +125,7 @@ class Generation:
             known.status = failure.status
         if self.phase is Phase.ENDING:
             return
-        if self._failures.has_own() and (is_final or not known.is_own):
+        if self._failures.own() and (is_final or not known.is_own):
             self.end(str(failure))
         elif known.is_own:
             self._later(self._options.failure_grace, self._check_exited, known)
@@ -133,39 +134,34 @@ class Generation:
                 self._send({"blamed": rank})
             if self.phase is Phase.RUNNING:  # the process that it blames may be about to fail too
                 self.phase = Phase.DOUBTING
-                self._later(self._options.failure_grace, self._no_cause_in_time)
+                self._doubt = self._later(self._options.failure_grace, self._look_for_cause)
 
     def _check_exited(self, failure: Failure) -> None:
         """The process should have exited after reporting its failure."""
         if self._failures.get(failure.rank) is failure:
             self.end(f"{failure}; it has not exited within {self._options.failure_grace:g} s")
 
-    def _no_cause_in_time(self) -> None:
-        """The process that others blame should have failed too."""
-        if not self._failures:
+    def _look_for_cause(self, is_late: bool = False) -> None:
+        """The process that others blame should have failed too. is_late: whether nobody waits longer for it."""
+        if not self._failures:  # all are caught
+            self._doubt.cancel()
             self.phase = Phase.RUNNING
             return
         first = self._failures.first()
-        assert first is not None
-        more = self._options.grace - self._options.failure_grace
         awaited = self._failures.awaited() - set(self._exited)
-        if awaited and more > 0 and self._shared.needs is None:
-            if self.phase is Phase.DOUBTING:
-                self.phase = Phase.DOUBTING_LONGER
-                ranks = ", ".join(map(str, sorted(awaited)))
-                self._shared.output.log(
-                    f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause"
-                )
-                self._later(more, self._end_without_cause, first)
-            return
-        self._end_without_cause(first)
-
-    def _end_without_cause(self, first: Failure) -> None:
-        if self._failures.get(first.rank) is not first or self.phase is Phase.ENDING:
-            return  # it was caught, or something else has ended the generation
-        if self._exited:  # others may have waited for it
-            first.what += f"; {', '.join(self._exited.values())} had exited with status 0"
-        self.end(str(first))
+        more = self._options.grace - self._options.failure_grace
+        if is_late or not awaited or more <= 0 or self._shared.needs is not None:
+            if self._exited:  # others may have waited for them
+                names = ", ".join(self._exited.values())
+                first.what += f"; {names} had exited with status 0"
+            self.end(str(first))
+        elif self.phase is Phase.DOUBTING:
+            self.phase = Phase.DOUBTING_LONGER
+            ranks = ", ".join(map(str, sorted(awaited)))
+            self._shared.output.log(
+                f"{first}; waiting up to {more:g} s for ranks {ranks} to exit, which may be the cause"
+            )
+            self._doubt = self._later(more, self._look_for_cause, True)
 
     def _check_absent(self) -> None:
         """Processes that have exited should have come to jax.distributed.initialize(), if others wait there."""
@@ -174,13 +170,9 @@ class Generation:
             what = "has exited with status 0 without jax.distributed.initialize(), in which others wait for it"
             self._failed(Failure(self._exited[rank], rank, what), is_final=True)
 
-    def _of_host(self, index: int) -> str:
-        """What follows a process's name."""
-        return f" of host {index}" if index != self._own else ""
-
-    def _later(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(seconds, functools.partial(do, *arguments)))
+    def _later(self, seconds: float, do: Callable[..., None], *arguments: Any) -> asyncio.TimerHandle:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, do, *arguments))
+        return self._timers[-1]
 
     # ---- Hosts that come ---------------------------------------------------------------------------------------------
 
@@ -196,7 +188,7 @@ class Generation:
         is_first = not self._left
         self._left.add(rank)
         self._has_changed |= self._has_told_change  # the hosts may have gone again
-        if len(self._left | set(self._exited)) == self._num_processes:
+        if len(self._left | set(self._exited)) == self._group.num_processes:
             self._end_left(reason)
         elif is_first:
             late = f"{reason}; others have not within {self._options.leave_timeout:g} s (--leave-timeout)"
