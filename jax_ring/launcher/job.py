@@ -77,12 +77,10 @@ class Job:
         status = None
         while status is None:
             try:
-                address = await self._unless_signalled(self._search.found(), self._search.seconds_left())
-            except TimeoutError:
-                return self._failed(self._search.why_not())
+                address = await self._unless_signalled(self._search.found())
+                status = await (self._lead() if address is None else self._follow(address))
             except CannotGoOnError as error:
-                return self._failed(str(error), error.status)
-            status = await (self._lead() if address is None else self._follow(address))
+                status = self._failed(str(error), error.status)
         return status
 
     def _failed(self, reason: str, status: int = 1) -> int:
@@ -180,8 +178,6 @@ class Job:
         try:
             follower = await self._unless_signalled(self._search.follow(address))
             return await self._followed(follower) if follower is not None else None
-        except CannotGoOnError as error:
-            return self._failed(str(error), error.status)
         finally:
             await self._search.leave()
 

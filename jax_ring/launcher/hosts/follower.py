@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.hosts.groups import Evidence, Group, Register
-from jax_ring.launcher.hosts.links import Link
+from jax_ring.launcher.hosts.groups import Group, Register
 from jax_ring.launcher.watching.others import Others
 
 Send = Callable[[dict[str, Any]], None]
@@ -21,28 +20,14 @@ class Follower:
       leads: whether this launcher leads, too.
       others: what a launcher that leads knows of the processes of other hosts.
       asks_where: set if the launcher that leads asks where this host's processes are.
-      is_lost: whether that launcher is gone.
     """
 
     def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
         self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
         self._attempt = -1
-        self.leads = self.is_lost = False
+        self.leads = False
         self.others = Others(lambda message, host: None)
         self.asks_where = asyncio.Event()
-
-    async def receive(self, link: Link, leader: str, leader_id: str, evidence: Evidence) -> None:
-        """Takes the messages of another launcher, until the connection ends.
-
-        leader: what it is called, after "the launcher". leader_id: its id.
-        """
-        while (message := await link.receive()) is not None:
-            self.take(message)
-        self.is_lost = True
-        link.abort()
-        evidence.lost(leader_id, link.heard, link.acknowledged)
-        how = "is silent" if link.is_silent else "has ended, or cannot be reached"
-        self._queue.put_nowait(events.LeaderLost(f"the launcher {leader} {how}"))
 
     def take(self, message: dict[str, Any]) -> None:
         """Takes a message of the launcher that leads."""

@@ -7,12 +7,12 @@ that of host 0 leads, and a job of one host listens nowhere.
 import asyncio
 import contextlib
 import errno
+import math
 import secrets
 import time
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from jax_ring.launcher import environment
+from jax_ring.launcher import environment, events
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader, described
@@ -117,10 +117,18 @@ class Search:
         name = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
         self._link = link
         self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
-        self._receiving = asyncio.create_task(self.follower.receive(link, name, message["welcome"], self._evidence))
+        self._receiving = asyncio.create_task(self._receive(link, self.follower, name, message["welcome"]))
         if self._options.hosts_change:
             self._shared.output.log(f"follows the launcher at {address}")
         return self.follower
+
+    async def _receive(self, link: Link, follower: Follower, leader: str, leader_id: str) -> None:
+        while (message := await link.receive()) is not None:
+            follower.take(message)
+        link.abort()
+        self._evidence.lost(leader_id, link.heard, link.acknowledged)
+        how = "is silent" if link.is_silent else "has ended, or cannot be reached"
+        self._shared.queue.put_nowait(events.LeaderLost(f"the launcher {leader} {how}"))
 
     async def leave(self) -> None:
         """Follows no longer."""
@@ -139,7 +147,6 @@ class Search:
         taken: set[str] = set()
         if self._server is not None and self.own.address in self._order:
             return taken
-        server = None
         for address in self._order:
             host, port = split(address)
             try:
@@ -154,7 +161,7 @@ class Search:
             if (why_not := environment.why_unreachable(server, host)) is not None:
                 self._shared.output.log(why_not)
             break
-        if server is None:
+        else:
             if self._server is not None:
                 return taken
             server, address = await asyncio.start_server(self._serve, None, 0, limit=LINE_BYTES), ""
@@ -184,7 +191,9 @@ class Search:
     async def ask(self) -> Found:
         """Asks all that this launcher knows of, and notes who has ended."""
         hosts = {host for group in self._register.groups if group.number for host in group.hosts if host.address}
-        found = await _ask_all({*self._order, *(host.address for host in hosts)} - {self.own.address}, self._silence)
+        addresses = {*self._order, *(host.address for host in hosts)} - {self.own.address}
+        found: Found = {}
+        await asyncio.gather(*(_ask(address, self._silence, found) for address in addresses))
         for host in hosts:
             if host.id == self.own.id:
                 continue
@@ -199,7 +208,10 @@ class Search:
         return [host for group in self._register.groups for host in self._evidence.gone(self.own.id, group)]
 
     async def found(self) -> str | None:
-        """The address of the launcher that leads; None if this one is to. Set a time limit."""
+        """The address of the launcher that leads; None if this one is to.
+
+        Raises CannotGoOnError if there is none for too long.
+        """
         if not self._options.hosts_change and self._options.node_rank == 0:
             if self._order:
                 await self._listen()
@@ -218,6 +230,8 @@ class Search:
                 earlier = self._order[: self._order.index(self.own.address)]
                 if not set(earlier) & set(answers):
                     return None
+            if not self.seconds_left():
+                raise CannotGoOnError(self._why_not(None))
             await asyncio.sleep(_POLL_SECONDS)
 
     # ---- Who takes part ----------------------------------------------------------------------------------------------
@@ -227,10 +241,10 @@ class Search:
 
         Raises CannotGoOnError if they are too few for too long.
         """
-        enough_since = asked = None
+        enough_since, asked = None, -math.inf
         while True:
             now = time.monotonic()
-            if self._options.hosts_change and (asked is None or now - asked > _ASK_SECONDS):
+            if self._options.hosts_change and now - asked > _ASK_SECONDS:
                 found = await self.ask()
                 asked = time.monotonic()
                 found[self.own.address] = self._answer()
@@ -248,8 +262,9 @@ class Search:
                     self.had_enough()  # until one was lost
             else:
                 enough_since = None
-                if not self.seconds_left() or self._are_all_too_few(leader):
-                    raise CannotGoOnError(self.why_not())
+                are_all_here = not self._options.hosts_change and len(leader.guests) == self._options.nnodes
+                if are_all_here or not self.seconds_left():
+                    raise CannotGoOnError(self._why_not(leader))
             await leader.next_change(_POLL_SECONDS)
 
     def _is_time(self, leader: Leader, hosts: tuple[Host, ...], waited: float) -> bool:
@@ -259,13 +274,8 @@ class Search:
             return True
         if last.number == 0:
             return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
-        here = leader.guests
-        return waited >= self._regroup or all(
-            host in here or self._evidence.is_accounted_for(host) for host in last.ids
-        )
-
-    def _are_all_too_few(self, leader: Leader) -> bool:
-        return not self._options.hosts_change and len(leader.here()) == self._options.nnodes
+        missing = set(last.ids) - set(leader.guests)
+        return waited >= self._regroup or all(map(self._evidence.is_accounted_for, missing))
 
     def had_enough(self) -> None:
         """Lets the time begin anew in which this host waits for others."""
@@ -275,19 +285,20 @@ class Search:
         """How long this host may wait for others."""
         return max(0.0, self._since + self._options.node_timeout - time.monotonic())
 
-    def why_not(self) -> str:
-        """Why this host does not go on."""
+    def _why_not(self, leader: Leader | None) -> str:
+        """Why this host, or those that it leads, do not go on."""
         options, needs = self._options, self._shared.needs or Needs()
         waited = f"{options.node_timeout:g} s (--node-timeout)"
-        if not options.hosts_change and self.leader is None:
-            return f"no launcher of host 0 at {self._order[0]} within {waited}"
-        here = self.leader.here() if self.leader else [self.own]
         if not options.hosts_change:
-            if len(here) == options.nnodes:
-                return self.leader.why_not()  # type: ignore[union-attr]
-            ranks = {guest.node_rank for guest in self.leader.guests.values()}  # type: ignore[union-attr]
-            missing = ", ".join(str(rank) for rank in range(options.nnodes) if rank not in ranks)
-            return f"hosts {missing} are not there after {waited}"
+            if leader is None:
+                return f"no launcher of host 0 at {self._order[0]} within {waited}"
+            missing = {*range(options.nnodes)} - {guest.node_rank for guest in leader.guests.values()}
+            return (
+                f"hosts {', '.join(map(str, sorted(missing)))} are not there after {waited}"
+                if missing
+                else leader.why_not()
+            )
+        here = leader.here() if leader else [self.own]
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self._since))
         ids = {host.id for host in here} | {host.address for host in here}
         last = self._register.started
@@ -314,14 +325,8 @@ async def _connected(address: str, silence: float) -> Link:
         return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
 
 
-async def _ask_all(addresses: Iterable[str], silence: float) -> Found:
-    """What listens at these addresses; without those that are silent."""
-    found: Found = {}
-    await asyncio.gather(*(_ask(address, silence, found) for address in addresses))
-    return found
-
-
 async def _ask(address: str, silence: float, found: Found) -> None:
+    """Finds out what listens at an address, if that is not silent."""
     try:
         link = await _connected(address, silence)
     except ConnectionRefusedError:
