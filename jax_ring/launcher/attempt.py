@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +112,7 @@ class Attempt:
         return [process for process in self._processes.values() if process.status is None]
 
     def _failed(self, failure: Failure, *, is_final: bool = True) -> None:
-        self._follower.tell("failed", [dataclasses.asdict(failure), is_final])
+        self._follower.tell("failed", [failure, is_final])
 
     def reap(self) -> None:
         """Finds exited processes, after SIGCHLD."""

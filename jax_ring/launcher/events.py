@@ -1,7 +1,7 @@
 """The failures that a launcher hears of, and the events that it waits for."""
 
 import asyncio
-import dataclasses
+import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +19,7 @@ Answer = Callable[[dict[str, Any]], None]
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Failure:
+class Failure(NamedTuple):
     """The failure of a process."""
 
     name: str  # of the process, for messages
@@ -100,7 +99,7 @@ class End(NamedTuple):
     """The processes of this host are to end: why, by which signal, and after how many seconds they are killed."""
 
     reason: str
-    signum: int
+    signum: signal.Signals
     grace: float
 
 
@@ -111,7 +110,7 @@ class Exited(NamedTuple):
 class Signalled(NamedTuple):
     """A signal to the launcher ends the job."""
 
-    signum: int
+    signum: signal.Signals
 
 
 class LeaderLost(NamedTuple):

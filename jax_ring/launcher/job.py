@@ -190,7 +190,7 @@ class Job:
             except TimeoutError:
                 if self._options.hosts_change and not follower.leads:
                     await self._unless_signalled(self._search.ask())
-                    follower.tell_gone(self._search.gone())
+                    follower.tell("gone", self._search.gone())
                 continue
             match event:
                 case events.Signalled(signum):
@@ -224,7 +224,7 @@ class Job:
         return await signals.unless_signalled(self._shared.queue, waiting, seconds)
 
     def _signalled(self, signum: int) -> None:
-        self._shared.queue.put_nowait(events.Signalled(signum))
+        self._shared.queue.put_nowait(events.Signalled(signal.Signals(signum)))
 
     def _pass_on(self, signum: int) -> None:
         if self._attempt is not None:

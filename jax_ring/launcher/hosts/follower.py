@@ -5,16 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.hosts.groups import Group, Register
+from jax_ring.launcher.hosts.groups import Register
+from jax_ring.launcher.hosts.messages import NO_ATTEMPT, Message
 from jax_ring.launcher.watching.others import Others
-
-Send = Callable[[dict[str, Any]], None]
 
 
 class Follower:
     """The side of a launcher that is led.
 
-    own_id: of this host. to_leader: sends a message to the launcher that leads.
+    own_id: of this host. to_leader: sends a message to the launcher that leads. leader: its name for users, if it is
+    another one.
 
     Attributes:
       leads: whether this launcher leads, too.
@@ -22,53 +22,49 @@ class Follower:
       asks_where: set if the launcher that leads asks where this host's processes are.
     """
 
-    def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
-        self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
-        self._attempt = -1
+    def __init__(
+        self,
+        own_id: str,
+        register: Register,
+        queue: asyncio.Queue[events.Event],
+        to_leader: Callable[[Message], None],
+        leader: str = "",
+    ) -> None:
+        self._own_id, self._register, self._queue = own_id, register, queue
+        self._to_leader, self._leader = to_leader, leader
+        self._attempt = NO_ATTEMPT
         self.leads = False
-        self.others = Others(lambda message, host: None)
+        self.others = Others(lambda kind, value: None)
         self.asks_where = asyncio.Event()
 
-    def take(self, message: dict[str, Any]) -> None:
+    def take(self, message: Message) -> None:
         """Takes a message of the launcher that leads."""
-        if "propose" in message:
-            group = Group.of_message(message["propose"])
-            self._register.learn(self._register.started, [group])
-            self._to_leader({"accepted": group.number})
-        elif "started" in message:
-            self._register.learn(Group.of_message(message["started"]), [])
-        elif "start" in message:
-            group = Group.of_message(message["start"]["group"])
-            self._register.learn(group, [])
-            self._attempt = group.number
-            plan = group.plan_of(self._own_id, message["start"]["coordinator"])
-            self._queue.put_nowait(events.Begin(plan, message["start"]["restarts"]))
-        elif "over" in message:
-            self._queue.put_nowait(events.JobEnded(*message["over"]))
-        elif message.get("attempt") == self._attempt:
-            if "end" in message:
-                self._queue.put_nowait(events.End(*message["end"]))
-            elif "pending" in message:
-                self._queue.put_nowait(events.ChangePending(message["pending"]))
-            elif "blamed" in message:
-                self._queue.put_nowait(events.Blamed(message["blamed"]))
-            elif "where" in message:
+        kind, value, attempt = message
+        if attempt not in (NO_ATTEMPT, self._attempt):
+            return  # of a generation that has ended
+        match kind:
+            case "propose":
+                self._register.learn(self._register.started, [value])
+                self.tell("accepted", value.number)
+            case "started":
+                self._register.learn(value, [])
+            case "start":
+                group, coordinator, restarts = value
+                self._register.learn(group, [])
+                self._attempt = group.number
+                self._queue.put_nowait(events.Begin(group.plan_of(self._own_id, coordinator), restarts))
+            case "end" | "over":
+                reason = f"{self._leader}: {value.reason}" if self._leader else value.reason
+                self._queue.put_nowait(value._replace(reason=reason))
+            case "pending" | "blamed":
+                self._queue.put_nowait(value)
+            case "where":
                 self.asks_where.set()
 
-    def tell(self, what: str, value: Any) -> None:
-        """Tells the launcher that leads of this host's processes in the generation.
+    def tell(self, kind: str, value: Any) -> None:
+        """Sends a message to the launcher that leads, of a kind that `messages` has for it."""
+        self._to_leader(Message(kind, value, self._attempt))
 
-        what: "failed" with a `Failure`, and whether the process has ended or is to; "exited" with the rank and the name
-          of one that has with status 0; "initializes" with a rank; "left" with a rank and why; "enlisted" with the
-          `Needs` of an elastic job; "progress" with what `others.encoded` gives; "signalled" with how this launcher
-          ends its processes; "ended" once none runs.
-        """
-        self._to_leader({what: value, "attempt": self._attempt})
-
-    def tell_gone(self, gone: list[str]) -> None:
-        """Tells which hosts can no longer start a group of their own."""
-        self._to_leader({"gone": gone})
-
-    def lead(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
-        """This launcher leads. send: sends a message to a host, or to all."""
+    def lead(self, send: Callable[[str, Any], None]) -> None:
+        """This launcher leads. send: sends a kind of message, with its value, to all hosts."""
         self.leads, self.others = True, Others(send)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax_ring.launcher.events import NO_RANK, Failure, Failures
+from jax_ring.launcher.events import NO_RANK, Blamed, ChangePending, End, Failure, Failures
 from jax_ring.launcher.hosts.groups import Group
 from jax_ring.launcher.shared import Shared
 
@@ -37,15 +37,16 @@ class Outcome(NamedTuple):
 
 
 class Generation:
-    """send: sends a message to all hosts. own: the index of the host that leads, if it has processes.
+    """own: the index of the host that leads, if it has processes. send: sends a kind of message, with a value, to all.
 
     Attributes:
+      group: its hosts.
       phase: what it does.
       ended: the hosts, by index, of which no process is left.
     """
 
-    def __init__(self, shared: Shared, group: Group, own: int | None, send: Callable[[dict[str, Any]], None]) -> None:
-        self._shared, self._options, self._group, self._own, self._send = shared, shared.options, group, own, send
+    def __init__(self, shared: Shared, group: Group, own: int | None, send: Callable[[str, Any], None]) -> None:
+        self._shared, self._options, self.group, self._own, self._send = shared, shared.options, group, own, send
         self.phase = Phase.RUNNING
         self.ended: set[int] = set()
         self._failures = Failures()
@@ -63,16 +64,15 @@ class Generation:
 
     def is_over(self) -> bool:
         """Whether all processes have exited with status 0, or have ended as they were told."""
-        return len(self._exited) == self._group.num_processes or len(self.ended) == len(self._group.hosts)
+        return len(self._exited) == self.group.num_processes or len(self.ended) == len(self.group.hosts)
 
-    def take(self, index: int, what: str, value: Any) -> None:
+    def take(self, index: int, kind: str, value: Any) -> None:
         """Takes what a host says of its processes."""
         of_host = f" of host {index}" if index != self._own else ""
-        match what:
+        match kind:
             case "failed":
-                failure = Failure(**value[0])
-                failure.name += of_host
-                self._failed(failure, is_final=value[1])
+                failure, is_final = value
+                self._failed(failure._replace(name=failure.name + of_host), is_final)
             case "exited" if self.phase is not Phase.ENDING:  # else it was told to, perhaps after its failure
                 rank, name = value
                 self._failures.pop(rank, None)  # an exception that was reported and then caught is no failure
@@ -92,7 +92,7 @@ class Generation:
         """A host is lost. is_change: whether the job goes on without it."""
         self._has_changed |= is_change
         self.ended.add(index)
-        address = self._group.hosts[index].address
+        address = self.group.hosts[index].address
         failure = Failure(f"host {index}" + (f" ({address})" if address else ""), NO_RANK, what)
         self._failures.setdefault(NO_RANK - 1 - index, failure)
         self.end(str(failure))
@@ -102,11 +102,11 @@ class Generation:
         if not self._failures:
             return Outcome(0)
         failure = cause or self._failures.first()
-        lost = frozenset() if cause else self._failures.lost(self._group.num_processes)
+        lost = frozenset() if cause else self._failures.lost(self.group.num_processes)
         has_changed = self._has_changed or self._is_change_pending
         return Outcome(failure.status, failure, lost, bool(self._exited), has_changed)
 
-    def end(self, reason: str, signum: int | None = None, grace: float | None = None) -> None:
+    def end(self, reason: str, signum: signal.Signals | None = None, grace: float | None = None) -> None:
         """Has all processes end, if they are not. Those of an elastic job at once: its state is in other memory."""
         if self.phase is Phase.ENDING:
             return
@@ -114,7 +114,7 @@ class Generation:
         self.close()
         if signum is None:
             signum = signal.SIGTERM if self._shared.needs is None else signal.SIGKILL
-        self._send({"end": [reason, signum, self._options.failure_grace if grace is None else grace]})
+        self._send("end", End(reason, signum, self._options.failure_grace if grace is None else grace))
 
     # ---- Failures ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Generation:
         """is_final: whether the process has ended, or does not go on."""
         known = self._failures.setdefault(failure.rank, failure)
         if is_final:
-            known.status = failure.status
+            known = self._failures[failure.rank] = known._replace(status=failure.status)
         if self.phase is Phase.ENDING:
             return
         if self._failures.own() and (is_final or not known.is_own):
@@ -131,7 +131,7 @@ class Generation:
             self._later(self._options.failure_grace, self._check_exited, known)
         else:
             for rank in self._failures.awaited():
-                self._send({"blamed": rank})
+                self._send("blamed", Blamed(rank))
             if self.phase is Phase.RUNNING:  # the process that it blames may be about to fail too
                 self.phase = Phase.DOUBTING
                 self._doubt = self._later(self._options.failure_grace, self._look_for_cause)
@@ -153,7 +153,8 @@ class Generation:
         if is_late or not awaited or more <= 0 or self._shared.needs is not None:
             if self._exited:  # others may have waited for them
                 names = ", ".join(self._exited.values())
-                first.what += f"; {names} had exited with status 0"
+                what = f"{first.what}; {names} had exited with status 0"
+                first = self._failures[first.rank] = first._replace(what=what)
             self.end(str(first))
         elif self.phase is Phase.DOUBTING:
             self.phase = Phase.DOUBTING_LONGER
@@ -182,19 +183,19 @@ class Generation:
             return
         self._is_change_pending = is_pending
         self._has_told_change = True
-        self._send({"pending": is_pending})
+        self._send("pending", ChangePending(is_pending))
 
     def _leaves(self, rank: int, reason: str) -> None:
         is_first = not self._left
         self._left.add(rank)
         self._has_changed |= self._has_told_change  # the hosts may have gone again
-        if len(self._left | set(self._exited)) == self._group.num_processes:
+        if len(self._left | set(self._exited)) == self.group.num_processes:
             self._end_left(reason)
         elif is_first:
             late = f"{reason}; others have not within {self._options.leave_timeout:g} s (--leave-timeout)"
             self._later(self._options.leave_timeout, self._end_left, late)
 
     def _end_left(self, reason: str) -> None:
-        failure = Failure("generation", NO_RANK, f"{self._group.number - 1} has ended: {reason}")
+        failure = Failure("generation", NO_RANK, f"{self.group.number - 1} has ended: {reason}")
         self._failures.setdefault(NO_RANK, failure)
         self.end(reason, signal.SIGKILL, 0.0)

@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.shared import Needs
@@ -50,10 +50,14 @@ class Group(NamedTuple):
         """The index of each host's first process."""
         return tuple(itertools.accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
 
+    def index_of(self, host: str) -> int | None:
+        """The index of the host with an id, if it is of the group."""
+        return self.ids.index(host) if host in self.ids else None
+
     def plan_of(self, host: str, coordinator: str) -> Plan:
         """The part of a host with an id. One that is not of the group, such as a leader, has no processes."""
-        parts = {each.id: (each.slots, first) for each, first in zip(self.hosts, self.firsts, strict=True)}
-        slots, first = parts.get(host, ((), 0))
+        index = self.index_of(host)
+        slots, first = ((), 0) if index is None else (self.hosts[index].slots, self.firsts[index])
         return Plan(self.job, self.number - 1, slots, first, self.num_processes, coordinator, self.firsts)
 
     def place_of(self, rank: int) -> tuple[str, int]:
@@ -73,11 +77,6 @@ class Group(NamedTuple):
         if len(self.hosts) == 2 and len(here) == 1 and self.number:
             return not set(self.ids) - {here[0]} - set(gone.get(here[0], ()))
         return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) and self.ids[0] in here)
-
-    @classmethod
-    def of_message(cls, message: Sequence[Any]) -> "Group":
-        number, hosts, job = message
-        return cls(number, tuple(Host(id_, address, tuple(slots)) for id_, address, slots in hosts), job)
 
 
 def at_the_beginning(addresses: Sequence[str]) -> Group:

@@ -5,18 +5,17 @@ that of host 0 leads, and a job of one host listens nowhere.
 """
 
 import asyncio
-import contextlib
 import errno
 import math
 import secrets
 import time
-from typing import NamedTuple
 
 from jax_ring.launcher import environment, events
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader, described
 from jax_ring.launcher.hosts.links import LINE_BYTES, Link
+from jax_ring.launcher.hosts.messages import Answer, Hello, Message
 from jax_ring.launcher.shared import Needs, Shared
 
 LEADS, FOLLOWS, SEARCHES = "leads", "follows", "searches"
@@ -32,15 +31,6 @@ class CannotGoOnError(Exception):
     def __init__(self, reason: str, status: int = 1) -> None:
         super().__init__(reason)
         self.status = status
-
-
-class Answer(NamedTuple):
-    """What a launcher answers to another that asks who it is."""
-
-    id: str  # random
-    state: str  # LEADS, FOLLOWS or SEARCHES
-    number: int  # of the last group that it knows to have started
-    runs: bool  # whether it leads one that runs
 
 
 Found = dict[str, Answer | None]  # by address; None where a machine is there, and nobody listens
@@ -76,6 +66,7 @@ class Search:
         self.leader: Leader | None = None
         self.follower: Follower | None = None
         self._server: asyncio.Server | None = None
+        self._said: set[str] = set()
         self._since = time.monotonic()  # when there were last enough hosts
 
     def close(self) -> None:
@@ -95,40 +86,41 @@ class Search:
         Raises CannotGoOnError if that refuses this host.
         """
         try:
-            link = await _connected(address, self._silence)
+            link, answer = await self._connected(address)
         except OSError:
             return None
         if self._server is not None and self.own.address not in self._order:
             port = self._server.sockets[0].getsockname()[1]
             self.own = self.own._replace(address=environment.joined(link.own_address, port))
-        link.send({
-            "host": self.own, "node_rank": self._options.node_rank, "gone": self.gone(),
-            "restarts": self._shared.restarts, "needs": self._shared.needs, "started": self._register.started,
-            "accepted": self._register.accepted, "options": described(self._options),
-        })  # fmt: skip
-        message = await link.receive()
-        if message is None or "error" in message:
-            link.abort()
-            if message is None:
-                return None
-            who = address if self._options.hosts_change else "host 0"
-            raise CannotGoOnError(f"{who} has refused this host: {message['error']}", status=2)
-        self._evidence.found(message["welcome"])
-        name = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
-        self._link = link
-        self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
-        self._receiving = asyncio.create_task(self._receive(link, self.follower, name, message["welcome"]))
-        if self._options.hosts_change:
-            self._shared.output.log(f"follows the launcher at {address}")
-        return self.follower
+        hello = Hello(
+            self.own, self._options.node_rank, self.gone(), self._shared.restarts, self._shared.needs,
+            self._register.started, self._register.accepted, described(self._options),
+        )  # fmt: skip
+        link.send(Message("hello", hello))
+        leader = address if self._options.hosts_change else "host 0"
+        match await link.receive():
+            case Message("welcome"):
+                self._link = link
+                self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send, leader)
+                self._receiving = asyncio.create_task(self._receive(link, self.follower, answer.id, address))
+                if self._options.hosts_change:
+                    self._shared.output.log(f"follows the launcher at {address}")
+                return self.follower
+            case Message("refused", reason):
+                link.abort()
+                raise CannotGoOnError(f"{leader} has refused this host: {reason}", status=2)
+        link.abort()
+        return None
 
-    async def _receive(self, link: Link, follower: Follower, leader: str, leader_id: str) -> None:
+    async def _receive(self, link: Link, follower: Follower, leader_id: str, address: str) -> None:
+        self._evidence.found(leader_id)
         while (message := await link.receive()) is not None:
             follower.take(message)
         link.abort()
         self._evidence.lost(leader_id, link.heard, link.acknowledged)
+        who = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
         how = "is silent" if link.is_silent else "has ended, or cannot be reached"
-        self._shared.queue.put_nowait(events.LeaderLost(f"the launcher {leader} {how}"))
+        self._shared.queue.put_nowait(events.LeaderLost(f"the launcher {who} {how}"))
 
     async def leave(self) -> None:
         """Follows no longer."""
@@ -139,24 +131,30 @@ class Search:
 
     # ---- Who is there ------------------------------------------------------------------------------------------------
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._shared.output.log(text)
+
     async def _listen(self) -> set[str]:
         """Listens at the first address in the order that is this host's, or else at any port.
 
         Returns this host's addresses at which others listen. Raises CannotGoOnError if host 0 of a fixed number cannot.
         """
-        taken: set[str] = set()
         if self._server is not None and self.own.address in self._order:
-            return taken
+            return set()
+        taken = set()
         for address in self._order:
             host, port = split(address)
             try:
                 server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE
-                taken |= {address} if is_taken else set()
                 if not self._options.hosts_change:
                     why = "Another program listens there" if is_taken else "It has to be an address of this host"
                     raise CannotGoOnError(f"cannot listen at --coordinator {address}: {error}. {why}") from error
+                if is_taken:
+                    taken.add(address)
                 continue
             if (why_not := environment.why_unreachable(server, host)) is not None:
                 self._shared.output.log(why_not)
@@ -170,22 +168,16 @@ class Search:
         return taken
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self._silence)
-        message = await link.receive() or {}
-        if "ask" in message:
-            link.send({"answer": self._answer()})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ANSWER_SECONDS):
-                    await link.receive()  # until the other side has it
-            link.abort()
-        elif "host" in message and self.leader is not None:
-            await self.leader.serve(link, message)
-        else:
-            link.abort()
+        link = Link(reader, writer, self._silence, self._say_once)
+        link.send(Message("answer", self._answer()))
+        match await link.receive():
+            case Message("hello", hello) if self.leader is not None:
+                await self.leader.serve(link, hello)
+        link.abort()
 
     def _answer(self) -> Answer:
         state = LEADS if self.leader else FOLLOWS if self.follower else SEARCHES
-        runs = self.leader is not None and self.leader.group is not None
+        runs = self.leader is not None and self.leader.generation is not None
         return Answer(self.own.id, state, self._register.started.number, runs)
 
     async def ask(self) -> Found:
@@ -193,7 +185,7 @@ class Search:
         hosts = {host for group in self._register.groups if group.number for host in group.hosts if host.address}
         addresses = {*self._order, *(host.address for host in hosts)} - {self.own.address}
         found: Found = {}
-        await asyncio.gather(*(_ask(address, self._silence, found) for address in addresses))
+        await asyncio.gather(*(self._ask(address, found) for address in addresses))
         for host in hosts:
             if host.id == self.own.id:
                 continue
@@ -203,29 +195,51 @@ class Search:
                 self._evidence.ended(host.id)
         return found
 
-    def gone(self) -> list[str]:
+    async def _ask(self, address: str, found: Found) -> None:
+        """Finds out what listens at an address, if that is not silent."""
+        try:
+            link, found[address] = await self._connected(address)
+            link.abort()
+        except ConnectionRefusedError:
+            found[address] = None
+        except (OSError, ValueError, OverflowError):
+            pass  # silent, or no address: another host has told it
+
+    async def _connected(self, address: str) -> tuple[Link, Answer]:
+        """A connection to a launcher, and what that says of itself. Raises OSError if there is none."""
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            link = Link(
+                *await asyncio.open_connection(*split(address), limit=LINE_BYTES), self._silence, self._say_once
+            )
+            try:
+                match await link.receive():
+                    case Message("answer", answer):
+                        return link, answer
+                raise ConnectionError
+            except BaseException:
+                link.abort()
+                raise
+
+    def gone(self) -> tuple[str, ...]:
         """Hosts that can no longer start a group of their own."""
-        return [host for group in self._register.groups for host in self._evidence.gone(self.own.id, group)]
+        return tuple(host for group in self._register.groups for host in self._evidence.gone(self.own.id, group))
 
     async def found(self) -> str | None:
         """The address of the launcher that leads; None if this one is to.
 
         Raises CannotGoOnError if there is none for too long.
         """
-        if not self._options.hosts_change and self._options.node_rank == 0:
-            if self._order:
-                await self._listen()
-            return None
-        said: set[str] = set()
+        if not self._order:
+            return None  # a job of one host
+        listens = self._options.hosts_change or self._options.node_rank == 0
         while True:
-            taken = await self._listen() if self._options.hosts_change else set()
+            taken = await self._listen() if listens else set()
             found = await self.ask()
             if (leader := best_leader(found, self._order)) is not None:
                 return leader
             answers = {address: each for address, each in found.items() if each}
-            for address in sorted(taken - {*answers} - said):
-                self._shared.output.log(f"cannot listen at --coordinator {address}: another program listens there")
-                said.add(address)
+            for address in sorted(taken - {*answers}):
+                self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
             if self.own.address in self._order and all(each.state == SEARCHES for each in answers.values()):
                 earlier = self._order[: self._order.index(self.own.address)]
                 if not set(earlier) & set(answers):
@@ -250,7 +264,7 @@ class Search:
                 found[self.own.address] = self._answer()
                 if best_leader(found, self._order) != self.own.address:
                     return None
-            leader.follower.tell_gone(self.gone())
+            leader.follower.tell("gone", self.gone())
             hosts = leader.hosts()
             if hosts and (not self._options.hosts_change or leader.is_enough()):
                 self.had_enough()
@@ -292,17 +306,13 @@ class Search:
         if not options.hosts_change:
             if leader is None:
                 return f"no launcher of host 0 at {self._order[0]} within {waited}"
-            missing = {*range(options.nnodes)} - {guest.node_rank for guest in leader.guests.values()}
-            return (
-                f"hosts {', '.join(map(str, sorted(missing)))} are not there after {waited}"
-                if missing
-                else leader.why_not()
-            )
+            if missing := {*range(options.nnodes)} - {guest.node_rank for guest in leader.guests.values()}:
+                return f"hosts {', '.join(map(str, sorted(missing)))} are not there after {waited}"
+            return leader.why_not()
         here = leader.here() if leader else [self.own]
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self._since))
-        ids = {host.id for host in here} | {host.address for host in here}
-        last = self._register.started
-        lost = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in ids]
+        last, known = self._register.started, {name for host in here for name in (host.id, host.address)}
+        lost = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in known]
         of_what = f"hosts of generation {last.number - 1}" if last.number else "hosts of --coordinator"
         processes = f" with {needs.min_processes} processes (min_processes)" if needs.min_processes > 1 else ""
         return (
@@ -317,29 +327,3 @@ def split(address: str) -> tuple[str, int]:
     """The host and the port of an address."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-async def _connected(address: str, silence: float) -> Link:
-    """A connection to a launcher. Raises OSError if there is none."""
-    async with asyncio.timeout(_ANSWER_SECONDS):
-        return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
-
-
-async def _ask(address: str, silence: float, found: Found) -> None:
-    """Finds out what listens at an address, if that is not silent."""
-    try:
-        link = await _connected(address, silence)
-    except ConnectionRefusedError:
-        found[address] = None
-        return
-    except OSError:
-        return
-    try:
-        link.send({"ask": True})
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            if message := await link.receive():
-                found[address] = Answer(*message["answer"])
-    except (TimeoutError, KeyError, TypeError):
-        pass  # as if it were silent
-    finally:
-        link.abort()
