@@ -9,12 +9,13 @@ from jax_ring.launcher.hosts.groups import Register
 from jax_ring.launcher.hosts.messages import NO_ATTEMPT, Message
 from jax_ring.launcher.watching.others import Others
 
+Send = Callable[[Message], None]
+
 
 class Follower:
     """The side of a launcher that is led.
 
-    own_id: of this host. to_leader: sends a message to the launcher that leads. leader: its name for users, if it is
-    another one.
+    own_id: of this host. to_leader: sends a message to the launcher that leads.
 
     Attributes:
       leads: whether this launcher leads, too.
@@ -22,16 +23,8 @@ class Follower:
       asks_where: set if the launcher that leads asks where this host's processes are.
     """
 
-    def __init__(
-        self,
-        own_id: str,
-        register: Register,
-        queue: asyncio.Queue[events.Event],
-        to_leader: Callable[[Message], None],
-        leader: str = "",
-    ) -> None:
-        self._own_id, self._register, self._queue = own_id, register, queue
-        self._to_leader, self._leader = to_leader, leader
+    def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
+        self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
         self._attempt = NO_ATTEMPT
         self.leads = False
         self.others = Others(lambda kind, value: None)
@@ -53,10 +46,7 @@ class Follower:
                 self._register.learn(group, [])
                 self._attempt = group.number
                 self._queue.put_nowait(events.Begin(group.plan_of(self._own_id, coordinator), restarts))
-            case "end" | "over":
-                reason = f"{self._leader}: {value.reason}" if self._leader else value.reason
-                self._queue.put_nowait(value._replace(reason=reason))
-            case "pending" | "blamed":
+            case "end" | "pending" | "blamed" | "over":
                 self._queue.put_nowait(value)
             case "where":
                 self.asks_where.set()

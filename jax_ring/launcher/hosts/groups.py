@@ -76,7 +76,7 @@ class Group(NamedTuple):
         here = [host for host in self.ids if host in present]
         if len(self.hosts) == 2 and len(here) == 1 and self.number:
             return not set(self.ids) - {here[0]} - set(gone.get(here[0], ()))
-        return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) and self.ids[0] in here)
+        return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) > 0 and self.ids[0] in here)
 
 
 def at_the_beginning(addresses: Sequence[str]) -> Group:
@@ -137,12 +137,12 @@ class _Loss:
     """A launcher whose connection has ended.
 
     heard: when it was heard last. acknowledged: when this side sent the last sign of life that it is known to have got.
-    ended: by when it is known to have ended. at: the time of day.
+    ended: by when it is known to have ended; infinity if it is not. at: the time of day.
     """
 
     heard: float
     acknowledged: float = -math.inf
-    ended: float | None = None
+    ended: float = math.inf
     at: str = dataclasses.field(default_factory=lambda: time.strftime("%H:%M:%S"))
 
 
@@ -166,19 +166,18 @@ class Evidence:
     def ended(self, host: str) -> None:
         """Nobody listens at its address, or somebody else."""
         loss = self._losses.setdefault(host, _Loss(time.monotonic()))
-        if loss.ended is None:
-            loss.ended = time.monotonic()
+        loss.ended = min(loss.ended, time.monotonic())
 
     def is_accounted_for(self, host: str) -> bool:
         """Whether there is no hope that it comes soon."""
         loss = self._losses.get(host)
-        return loss is not None and (loss.ended is not None or time.monotonic() - loss.heard > self._silence)
+        return loss is not None and (loss.ended < math.inf or time.monotonic() - loss.heard > self._silence)
 
     def describe(self, host: str) -> str:
         loss = self._losses.get(host)
         if loss is None:
             return "not heard of yet"
-        return f"{'ended' if loss.ended is not None else 'silent, or cannot be reached,'} since {loss.at}"
+        return f"{'ended' if loss.ended < math.inf else 'silent, or cannot be reached,'} since {loss.at}"
 
     def gone(self, own: str, group: Group) -> list[str]:
         """Who can no longer start a group of its own, of the two hosts of a group; see `Group.may_go_on`.
@@ -189,10 +188,8 @@ class Evidence:
         if len(group.hosts) != 2 or own not in group.ids:
             return []
         (other,) = set(group.ids) - {own}
-        loss = self._losses.get(other)
-        if loss is None:
-            return []
         if own == group.ids[0]:
             return [other] if self.is_accounted_for(other) else []
-        is_known = loss.ended is not None and loss.ended < loss.acknowledged + _MARGIN * self._silence
+        loss = self._losses.get(other)
+        is_known = loss is not None and loss.ended < loss.acknowledged + _MARGIN * self._silence
         return [other] if is_known else []

@@ -47,17 +47,14 @@ class Leader:
     """
 
     def __init__(self, own: Host, shared: Shared, register: Register, evidence: Evidence) -> None:
-        self._own_id, self._shared, self._options = own.id, shared, shared.options
+        self._shared, self._options = shared, shared.options
         self._register, self._evidence = register, evidence
         self.generation: Generation | None = None
         self._changed = asyncio.Event()
         self.follower = Follower(own.id, register, shared.queue, lambda message: self._hear(self._own, message))
         self.follower.lead(self._send)
-        self.guests = {own.id: Guest(None, self.follower.take, own, self._options.node_rank)}
-
-    @property
-    def _own(self) -> Guest:
-        return self.guests[self._own_id]
+        self._own = Guest(None, self.follower.take, own, self._options.node_rank)
+        self.guests = {own.id: self._own}
 
     # ---- Hosts -------------------------------------------------------------------------------------------------------
 
@@ -87,6 +84,8 @@ class Leader:
         if hello.options != own:
             names = "--nnodes {} and --heartbeat-timeout {:g}"
             return f"it was started with {names.format(*own)}, this host with {names.format(*hello.options)}"
+        if hello.host.id == self._own.host.id:
+            return "it is this launcher"
         for guest in self.guests.values():
             if guest.node_rank == hello.node_rank is not None and guest.host.id != hello.host.id:
                 at = f", at {guest.host.address}" if guest.host.address else ""
@@ -204,7 +203,7 @@ class Leader:
 
     def begin(self, group: Group, coordinator: str) -> Generation:
         """Starts a generation on all hosts."""
-        self.generation = Generation(self._shared, group, group.index_of(self._own_id), self._send)
+        self.generation = Generation(self._shared, group, group.index_of(self._own.host.id), self._send)
         self.follower.others.forget()
         start = Message("start", (group, coordinator, self._shared.restarts))
         for host, guest in self.guests.items():

@@ -5,12 +5,13 @@ Whoever reaches the port can take part, as with JAX's coordination service: the 
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable
 
 from jax_ring.launcher.environment import joined
-from jax_ring.launcher.hosts.messages import Message, decode, encode
+from jax_ring.launcher.hosts.messages import Message, decode
 
 LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
 
@@ -43,7 +44,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Sends a message without blocking, or drops it if the other side has gone."""
         with contextlib.suppress(ConnectionError, RuntimeError):
-            self._writer.write(encode(message))
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> Message | None:
         """The next message; None if the other side has gone, is silent or is no launcher."""

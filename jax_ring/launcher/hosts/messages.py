@@ -16,7 +16,8 @@ class Answer(NamedTuple):
     """What a launcher says of itself to one that has connected."""
 
     id: str  # random
-    state: str  # LEADS, FOLLOWS or SEARCHES
+    leads: bool
+    follows: bool
     number: int  # of the last group that it knows to have started
     runs: bool  # whether it leads one that runs
 
@@ -74,10 +75,6 @@ class Message(NamedTuple):
     kind: str  # a key of `_VALUES`
     value: Any
     attempt: int = NO_ATTEMPT  # the number of the group whose generation it is about
-
-
-def encode(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:

@@ -18,7 +18,6 @@ from jax_ring.launcher.hosts.links import LINE_BYTES, Link
 from jax_ring.launcher.hosts.messages import Answer, Hello, Message
 from jax_ring.launcher.shared import Needs, Shared
 
-LEADS, FOLLOWS, SEARCHES = "leads", "follows", "searches"
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
@@ -38,13 +37,9 @@ Found = dict[str, Answer | None]  # by address; None where a machine is there, a
 
 def best_leader(found: Found, order: list[str]) -> str | None:
     """The address of the launcher to follow, of those that lead; earlier ones in `order` are preferred."""
-    leaders = {address: each for address, each in found.items() if each and each.state == LEADS}
-
-    def rank(address: str) -> tuple[int, bool, int]:
-        place = order.index(address) if address in order else len(order)
-        return leaders[address].number, leaders[address].runs, -place
-
-    return max(leaders, key=rank, default=None)
+    addresses = sorted(found, key=lambda address: order.index(address) if address in order else len(order))
+    leaders = {address: each for address in addresses if (each := found[address]) and each.leads}
+    return max(leaders, key=lambda address: (leaders[address].number, leaders[address].runs), default=None)
 
 
 class Search:
@@ -59,7 +54,6 @@ class Search:
         self._shared, self._options = shared, shared.options
         self._order = [environment.joined(*address) for address in self._options.coordinators]
         self._silence = self._options.heartbeat_timeout
-        self._regroup = self._silence / 4  # how long hosts of the last group may take to come again
         self._register = Register(at_the_beginning(self._order))
         self._evidence = Evidence(self._silence)
         self.own = Host(secrets.token_hex(8), "", tuple(range(self._options.processes)))
@@ -97,12 +91,12 @@ class Search:
             self._register.started, self._register.accepted, described(self._options),
         )  # fmt: skip
         link.send(Message("hello", hello))
-        leader = address if self._options.hosts_change else "host 0"
+        leader = address if self._options.hosts_change else "host 0"  # its name
         match await link.receive():
             case Message("welcome"):
                 self._link = link
-                self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send, leader)
-                self._receiving = asyncio.create_task(self._receive(link, self.follower, answer.id, address))
+                self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
+                self._receiving = asyncio.create_task(self._receive(link, self.follower, leader, answer.id))
                 if self._options.hosts_change:
                     self._shared.output.log(f"follows the launcher at {address}")
                 return self.follower
@@ -112,13 +106,16 @@ class Search:
         link.abort()
         return None
 
-    async def _receive(self, link: Link, follower: Follower, leader_id: str, address: str) -> None:
+    async def _receive(self, link: Link, follower: Follower, leader: str, leader_id: str) -> None:
         self._evidence.found(leader_id)
         while (message := await link.receive()) is not None:
+            if message.kind in ("end", "over"):
+                reason = f"{leader}: {message.value.reason}"
+                message = message._replace(value=message.value._replace(reason=reason))
             follower.take(message)
         link.abort()
         self._evidence.lost(leader_id, link.heard, link.acknowledged)
-        who = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
+        who = f"that leads, at {leader}," if self._options.hosts_change else f"of {leader}"
         how = "is silent" if link.is_silent else "has ended, or cannot be reached"
         self._shared.queue.put_nowait(events.LeaderLost(f"the launcher {who} {how}"))
 
@@ -176,9 +173,9 @@ class Search:
         link.abort()
 
     def _answer(self) -> Answer:
-        state = LEADS if self.leader else FOLLOWS if self.follower else SEARCHES
         runs = self.leader is not None and self.leader.generation is not None
-        return Answer(self.own.id, state, self._register.started.number, runs)
+        number = self._register.started.number
+        return Answer(self.own.id, self.leader is not None, self.follower is not None, number, runs)
 
     async def ask(self) -> Found:
         """Asks all that this launcher knows of, and notes who has ended."""
@@ -240,7 +237,7 @@ class Search:
             answers = {address: each for address, each in found.items() if each}
             for address in sorted(taken - {*answers}):
                 self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
-            if self.own.address in self._order and all(each.state == SEARCHES for each in answers.values()):
+            if self.own.address in self._order and not any(each.follows for each in answers.values()):
                 earlier = self._order[: self._order.index(self.own.address)]
                 if not set(earlier) & set(answers):
                     return None
@@ -288,8 +285,8 @@ class Search:
             return True
         if last.number == 0:
             return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
-        missing = set(last.ids) - set(leader.guests)
-        return waited >= self._regroup or all(map(self._evidence.is_accounted_for, missing))
+        missing = set(last.ids) - set(leader.guests)  # which may come again
+        return waited >= self._silence / 4 or all(map(self._evidence.is_accounted_for, missing))
 
     def had_enough(self) -> None:
         """Lets the time begin anew in which this host waits for others."""
