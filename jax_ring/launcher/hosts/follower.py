@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ring.launcher import events
 from jax_ring.launcher.hosts.groups import Register
-from jax_ring.launcher.hosts.messages import NO_ATTEMPT, Message
+from jax_ring.launcher.hosts.messages import Message
 from jax_ring.launcher.watching.others import Others
 
 Send = Callable[[Message], None]
@@ -25,7 +25,7 @@ class Follower:
 
     def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
         self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
-        self._attempt = NO_ATTEMPT
+        self._attempt = 0
         self.leads = False
         self.others = Others(lambda kind, value: None)
         self.asks_where = asyncio.Event()
@@ -33,7 +33,7 @@ class Follower:
     def take(self, message: Message) -> None:
         """Takes a message of the launcher that leads."""
         kind, value, attempt = message
-        if attempt not in (NO_ATTEMPT, self._attempt):
+        if attempt not in (0, self._attempt):
             return  # of a generation that has ended
         match kind:
             case "propose":

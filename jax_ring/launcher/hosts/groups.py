@@ -4,6 +4,7 @@ A leader proposes a group with the next number to all its hosts, and starts it w
 cannot reach each other never both start: both would need some of the hosts of the last group.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -25,9 +26,6 @@ class Host(NamedTuple):
     id: str  # random, of one launcher: one that is started again has another
     address: str  # host:port where it listens; empty if it does not
     slots: tuple[int, ...]  # the places of the processes that it starts
-
-    def without(self, slots: Collection[int]) -> "Host":
-        return self._replace(slots=tuple(slot for slot in self.slots if slot not in slots))
 
 
 class Group(NamedTuple):
@@ -62,8 +60,8 @@ class Group(NamedTuple):
 
     def place_of(self, rank: int) -> tuple[str, int]:
         """The host's id and the slot of a rank."""
-        host, first = [(each, first) for each, first in zip(self.hosts, self.firsts, strict=True) if first <= rank][-1]
-        return host.id, host.slots[rank - first]
+        index = bisect.bisect(self.firsts, rank) - 1
+        return self.hosts[index].id, self.hosts[index].slots[rank - self.firsts[index]]
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether hosts with these ids are enough of the group for a next one.

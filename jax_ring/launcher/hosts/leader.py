@@ -183,8 +183,9 @@ class Leader:
     def leave_out(self, ranks: Collection[int]) -> None:
         """Has the next groups go on without the slots of these ranks of the last one."""
         places = [self._register.started.place_of(rank) for rank in ranks]
-        for guest in self.guests.values():
-            guest.host = guest.host.without([slot for host, slot in places if host == guest.host.id])
+        for host, guest in self.guests.items():
+            slots = tuple(slot for slot in guest.host.slots if (host, slot) not in places)
+            guest.host = guest.host._replace(slots=slots)
 
     async def agree(self, hosts: tuple[Host, ...], job: str) -> Group | None:
         """Proposes a group to all hosts that are here; None if one is lost before it has accepted."""

@@ -14,6 +14,7 @@ from jax_ring.launcher.environment import joined
 from jax_ring.launcher.hosts.messages import Message, decode
 
 LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
+Log = Callable[[str], None]
 
 
 class Link:
@@ -23,13 +24,7 @@ class Link:
     log: told of the other side if that is no launcher.
     """
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        silence: float,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, log: Log) -> None:
         self._reader, self._writer, self._silence, self._log = reader, writer, silence, log
         self.heard = time.monotonic()  # when the other side was heard last
         self.acknowledged = -math.inf  # when this side sent the last sign of life that the other is known to have got

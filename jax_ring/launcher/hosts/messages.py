@@ -68,13 +68,10 @@ _VALUES: dict[str, Any] = {
 }
 
 
-NO_ATTEMPT = -1
-
-
 class Message(NamedTuple):
     kind: str  # a key of `_VALUES`
     value: Any
-    attempt: int = NO_ATTEMPT  # the number of the group whose generation it is about
+    attempt: int = 0  # the number of the group whose generation it is about; 0 if it is about none
 
 
 def decode(line: bytes) -> Message:

@@ -32,14 +32,15 @@ class CannotGoOnError(Exception):
         self.status = status
 
 
-Found = dict[str, Answer | None]  # by address; None where a machine is there, and nobody listens
+Found = dict[str, Answer]  # by address
+_NOBODY = Answer("", False, False, 0, False)  # a machine is there, and nobody listens
 
 
 def best_leader(found: Found, order: list[str]) -> str | None:
     """The address of the launcher to follow, of those that lead; earlier ones in `order` are preferred."""
     addresses = sorted(found, key=lambda address: order.index(address) if address in order else len(order))
-    leaders = {address: each for address in addresses if (each := found[address]) and each.leads}
-    return max(leaders, key=lambda address: (leaders[address].number, leaders[address].runs), default=None)
+    leaders = [address for address in addresses if found[address].leads]
+    return max(leaders, key=lambda address: (found[address].number, found[address].runs), default=None)
 
 
 class Search:
@@ -178,17 +179,13 @@ class Search:
         return Answer(self.own.id, self.leader is not None, self.follower is not None, number, runs)
 
     async def ask(self) -> Found:
-        """Asks all that this launcher knows of, and notes who has ended."""
+        """Asks all that this launcher knows of, itself as well, and notes who has ended."""
         hosts = {host for group in self._register.groups if group.number for host in group.hosts if host.address}
         addresses = {*self._order, *(host.address for host in hosts)} - {self.own.address}
-        found: Found = {}
+        found = {self.own.address: self._answer()}
         await asyncio.gather(*(self._ask(address, found) for address in addresses))
         for host in hosts:
-            if host.id == self.own.id:
-                continue
-            answer = found.get(host.address)
-            is_gone = host.address in found and (answer is None or answer.id != host.id)
-            if is_gone or host.address == self.own.address:
+            if host.address in found and found[host.address].id != host.id:
                 self._evidence.ended(host.id)
         return found
 
@@ -198,7 +195,7 @@ class Search:
             link, found[address] = await self._connected(address)
             link.abort()
         except ConnectionRefusedError:
-            found[address] = None
+            found[address] = _NOBODY
         except (OSError, ValueError, OverflowError):
             pass  # silent, or no address: another host has told it
 
@@ -234,12 +231,12 @@ class Search:
             found = await self.ask()
             if (leader := best_leader(found, self._order)) is not None:
                 return leader
-            answers = {address: each for address, each in found.items() if each}
-            for address in sorted(taken - {*answers}):
+            there = {address for address, answer in found.items() if answer is not _NOBODY}
+            for address in sorted(taken - there):
                 self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
-            if self.own.address in self._order and not any(each.follows for each in answers.values()):
+            if self.own.address in self._order and not any(answer.follows for answer in found.values()):
                 earlier = self._order[: self._order.index(self.own.address)]
-                if not set(earlier) & set(answers):
+                if there.isdisjoint(earlier):
                     return None
             if not self.seconds_left():
                 raise CannotGoOnError(self._why_not(None))
@@ -255,10 +252,9 @@ class Search:
         enough_since, asked = None, -math.inf
         while True:
             now = time.monotonic()
-            if self._options.hosts_change and now - asked > _ASK_SECONDS:
+            if now - asked > _ASK_SECONDS:
                 found = await self.ask()
                 asked = time.monotonic()
-                found[self.own.address] = self._answer()
                 if best_leader(found, self._order) != self.own.address:
                     return None
             leader.follower.tell("gone", self.gone())
