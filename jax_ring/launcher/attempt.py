@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.events import Answer, End, Failure, failure_of_report, failure_of_status
+from jax_ring.launcher.events import End, Failure, failure_of_report, failure_of_status
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process, State, format_ranks
 from jax_ring.launcher.shared import Needs, Shared
@@ -27,16 +27,20 @@ class _ArgumentError(ValueError):
 
 
 class Attempt:
+    """
+    Attributes:
+      processes: by the launcher's number.
+    """
+
     def __init__(self, shared: Shared, plan: Plan, follower: Follower) -> None:
         self._shared, self._options, self._plan, self._follower = shared, shared.options, plan, follower
         self._log = shared.output.log
-        self._processes: dict[int, Process] = {}  # by the launcher's number
-        self._is_change_pending = False
+        self.processes: dict[int, Process] = {}
         self._memory = protocol.memory_prefix_for(f"{plan.job}/{plan.number}")
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
-        watcher = Watcher(self._shared, self._processes, self._follower)
+        watcher = Watcher(self._shared, self.processes, self._follower)
         watching = [asyncio.create_task(each) for each in (watcher.run(), self._watch_stopped())]
         for task in watching:
             task.add_done_callback(self._unwatched)
@@ -52,11 +56,11 @@ class Attempt:
         finally:
             for task in watching:
                 task.cancel()
-            for process in self._processes.values():
+            for process in self.processes.values():
                 process.kill()
-            await asyncio.gather(*(process.descendants_ended() for process in self._processes.values()))
+            await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
             protocol.remove_memory(self._memory)
-            self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
+            self._shared.copying.extend(task for process in self.processes.values() for task in process.copying)
 
     def _unwatched(self, task: asyncio.Task) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -78,7 +82,7 @@ class Attempt:
         except OSError:
             page.close()
             raise
-        self._processes[number] = process
+        self.processes[number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
         process.copy_output(shared.output, label, shared.logs.of(self._plan.job, self._plan.number, rank))
 
@@ -101,23 +105,22 @@ class Attempt:
                     queue.put_nowait(event)
                     return None
                 case events.ChangePending(is_pending):
-                    self._is_change_pending = is_pending
                     for process in self._running():
-                        self._shared.server.tell(process.number, {"change_pending": is_pending})
+                        process.page.words.change_pending = is_pending
                 case events.Blamed(rank):
                     for process in self._running():
                         if process.rank == rank and process.is_stopped():
                             self._failed(Failure(process.name, rank, "is stopped"))
 
     def _running(self) -> list[Process]:
-        return [process for process in self._processes.values() if process.status is None]
+        return [process for process in self.processes.values() if process.status is None]
 
     def _failed(self, failure: Failure, *, is_final: bool = True) -> None:
         self._follower.tell("failed", [dataclasses.asdict(failure), is_final])
 
     def reap(self) -> None:
         """Finds exited processes, after SIGCHLD."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             if not process.reap():
                 continue
             assert process.status is not None
@@ -150,38 +153,30 @@ class Attempt:
 
     # ---- What processes ask ------------------------------------------------------------------------------------------
 
-    def asked(self, number: int, message: dict[str, Any], answer: Answer) -> None:
-        """Answers a process's message, now or later."""
-        process = self._processes.get(number)
-        if process is None:
-            answer({"error": "this process belongs to a generation that has ended"})
-            return
+    def asked(self, process: Process, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a process's message."""
         try:
             match message.get("do"):
                 case "initialize":
                     self._follower.tell("initializes", process.rank)
-                    answer({"done": True})
                 case "report":
                     failure = failure_of_report(process.name, process.rank, message)
                     if failure.is_own:
                         process.advance(State.RAISED)
                     self._failed(failure, is_final=False)
-                    answer({"done": True})
                 case "enlist":
                     self._enlist(Needs(message["min_processes"], message["multiple_of"]))
-                    answer({"done": True})
-                    if self._is_change_pending:
-                        self._shared.server.tell(number, {"change_pending": True})
-                case "leave":  # without an answer: it waits to be killed
+                case "leave":
                     reason = f"{process.name} has left: {message['reason']}"
                     self._log(reason)
                     self._follower.tell("left", [process.rank, reason])
                 case other:
                     raise ValueError(f"unknown request {other!r}")
         except _ArgumentError as error:
-            answer({"argument_error": str(error)})
+            return {"argument_error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
-            answer({"error": str(error)})
+            return {"error": str(error)}
+        return {"done": True}
 
     def _enlist(self, needs: Needs) -> None:
         """Makes the job elastic. All processes ask for it."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from types import UnionType
 from typing import Any, NamedTuple
 
@@ -11,10 +10,6 @@ from jax_ring.launcher.processes import describe_status
 
 NO_RANK = -1
 _MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
-
-
-# Answers a process. The answer may come later.
-Answer = Callable[[dict[str, Any]], None]
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.events import Answer
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Outcome
 from jax_ring.launcher.hosts.groups import Group
@@ -234,11 +233,10 @@ class Job:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
-    def _asked(self, number: int, message: dict[str, Any], answer: Answer) -> None:
-        if self._attempt is not None:
-            self._attempt.asked(number, message, answer)
-        else:
-            answer({"error": "this process belongs to a generation that has ended"})
+    def _asked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        if self._attempt is None or (process := self._attempt.processes.get(number)) is None:
+            return {"error": "this process belongs to a generation that has ended"}
+        return self._attempt.asked(process, message)
 
     def _reap(self) -> None:
         if self._attempt is not None:

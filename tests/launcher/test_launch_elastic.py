@@ -3,7 +3,6 @@
 import pathlib
 import re
 import signal
-import socket
 
 import pytest
 from launches import assert_gone, run, start
@@ -19,12 +18,11 @@ import atexit, importlib.util, mmap, os, pathlib, signal, sys, time
 spec = importlib.util.spec_from_file_location("control", {protocol.__file__!r})
 control = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(control)
-launcher = control.Control.connect()
 names = ("PROCESS_ID", "NUM_PROCESSES", "RING_GENERATION")
 rank, count, generation = (int(os.environ["JAX_" + name]) for name in names)
 here = pathlib.Path(__file__).parent
 def enlist(min_processes=1, multiple_of=None):
-    launcher.enlist(min_processes=min_processes, multiple_of=multiple_of)
+    control.ask("enlist", min_processes=min_processes, multiple_of=multiple_of)
     print(f"generation {{generation}}: {{rank}} of {{count}}", flush=True)
     there = here / f"{{rank}} in {{generation}}"
     there.with_suffix(".new").write_text(str(os.getpid()))
@@ -158,7 +156,7 @@ wait_for_all()
 if generation: sys.exit()
 if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
 while b") T" not in pathlib.Path("/proc", (here / "1 in 0").read_text(), "stat").read_bytes(): time.sleep(0.01)
-control.Control.report_failure("RuntimeError", "rank 1 does not come", 1)
+control.report_failure("RuntimeError", "rank 1 does not come", 1)
 time.sleep(60)
 """
     )
@@ -266,18 +264,3 @@ def test_needs():
     assert [Needs(2).most(n) for n in range(4)] == [0, 0, 2, 3]
     assert [Needs(2, 12).most(n) for n in range(8)] == [0, 0, 2, 3, 4, 4, 6, 6]
     assert Needs(5, 12).most(5) == 0
-
-
-def test_a_message_that_comes_with_a_reply_counts():
-    here, there = socket.socketpair()
-    with here, there:
-        launcher = protocol.Control(here)
-        there.sendall(protocol.encode({"done": True}) + protocol.encode({"change_pending": True}))
-        launcher.enlist(min_processes=1)
-        assert launcher.change_pending()
-        there.sendall(protocol.encode({"error": "too few"}))
-        with pytest.raises(RuntimeError, match=r"jax_ring\.launch: too few"):
-            launcher.enlist(min_processes=1)
-        there.close()
-        with pytest.raises(RuntimeError, match="the launcher has ended"):
-            launcher.change_pending()
