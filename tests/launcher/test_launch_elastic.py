@@ -74,7 +74,7 @@ def test_some_are_left_over_where_not_all_divide_the_shards(script):
         ELASTIC
         + """
 enlist(multiple_of=4)
-if count == 5: launcher.leave("5 do not divide 4")
+if count == 5: control.leave("5 do not divide 4")
 if generation == 1: kill_itself() if rank == 1 else time.sleep(60)
 """
     )
@@ -96,7 +96,7 @@ def test_too_few_are_left(script):
 
 def test_no_number_of_processes_suits(script):
     """Shards for one or two processes, of which three are needed: a restart does not help."""
-    path = script(ELASTIC + "enlist(3, 2)\nlauncher.leave('3 do not divide 2')")
+    path = script(ELASTIC + "enlist(3, 2)\ncontrol.leave('3 do not divide 2')")
     status, _, err = run("-n", "3", "--max-restarts", "1", "--backoff", "0", path)
     assert status == 1
     assert err.splitlines()[-1] == (
@@ -192,7 +192,7 @@ def test_one_that_exits_while_the_others_wait_for_it_is_named(script):
         ELASTIC
         + """
 if rank == 1: sys.exit()
-launcher._send({"do": "initialize"})
+control.tell_initialize()
 time.sleep(60)
 """
     )
@@ -206,20 +206,17 @@ def test_what_is_refused(script):
     path = script(
         ELASTIC
         + """
-def error_of(function, *arguments, **options):
+def error_of(do, **values):
     try:
-        function(*arguments, **options)
+        control.ask(do, **values)
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error)
 if rank == 1:
     sys.exit()
-def ask():
-    launcher._send({"do": "dance"})
-    launcher._reply()
-error_of(ask)
-error_of(launcher.enlist, min_processes=3)
-launcher.enlist(min_processes=1, multiple_of=4)
-error_of(launcher.enlist, min_processes=2, multiple_of=4)
+error_of("dance")
+error_of("enlist", min_processes=3, multiple_of=None)
+control.ask("enlist", min_processes=1, multiple_of=4)
+error_of("enlist", min_processes=2, multiple_of=4)
 """
     )
     status, out, err = run("-n", "1:2", path)
