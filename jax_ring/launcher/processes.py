@@ -26,14 +26,12 @@ class State(enum.IntEnum):
     """What a launcher knows of a process. It goes to a later state only; `Process.status` tells whether it has ended.
 
     RUNNING: It runs the script.
-    LEFT: It has left its generation for other members, and waits to be killed.
     RAISED: An exception of its own ends it.
     TOLD: It was told to end, by a signal.
     KILLED: By the launcher.
     """
 
     RUNNING = enum.auto()
-    LEFT = enum.auto()
     RAISED = enum.auto()
     TOLD = enum.auto()
     KILLED = enum.auto()
@@ -46,7 +44,6 @@ class Process:
       number: the launcher's, never used again.
       rank: its index in the job.
       state: what the launcher knows of it.
-      initializes: whether it has come to jax.distributed.initialize().
       status: exit status, or minus its signal; None while it runs.
       copying: tasks that copy its output.
       page: where it notes its steps.
@@ -64,7 +61,6 @@ class Process:
         """Starts the process, which inherits files. Raises OSError if the system cannot."""
         self.number, self.rank, self.page = number, rank, page
         self.state = State.RUNNING
-        self.initializes = False
         self.status: int | None = None
         self.copying: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None  # of its descendants
