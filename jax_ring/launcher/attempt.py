@@ -2,18 +2,18 @@
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from jax_ring.launcher import environment, events, protocol
+from jax_ring.launcher import environment, events, protocol, signals
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.events import End, Failure, failure_of_report, failure_of_status
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process, State, format_ranks
 from jax_ring.launcher.shared import Needs, Shared
+from jax_ring.launcher.signals import SignalledError
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
 from jax_ring.launcher.watching.watcher import Watcher
 
@@ -36,6 +36,7 @@ class Attempt:
         self._shared, self._options, self._plan, self._follower = shared, shared.options, plan, follower
         self._log = shared.output.log
         self.processes: dict[int, Process] = {}
+        self._has_exited = asyncio.Event()  # a process, since it was cleared
         self._memory = protocol.memory_prefix_for(f"{plan.job}/{plan.number}")
 
     async def run(self) -> int | None:
@@ -60,7 +61,6 @@ class Attempt:
                 process.kill()
             await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
             protocol.remove_memory(self._memory)
-            self._shared.copying.extend(task for process in self.processes.values() for task in process.copying)
 
     def _unwatched(self, task: asyncio.Task) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -124,7 +124,7 @@ class Attempt:
             if not process.reap():
                 continue
             assert process.status is not None
-            self._shared.queue.put_nowait(events.Exited())
+            self._has_exited.set()
             if process.status == 0:
                 self._follower.tell("exited", [process.rank, process.name])
             elif process.state not in (State.TOLD, State.KILLED):
@@ -214,7 +214,6 @@ class Attempt:
         loop = asyncio.get_running_loop()
         start = received_at = loop.time()
         said = False
-        later: list[events.Event] = []
         while running := self._running():
             waited = loop.time() - start
             limits = {each: for_raised if each.state is State.RAISED else end.grace for each in running}
@@ -226,19 +225,17 @@ class Attempt:
                 ranks = format_ranks(running)
                 self._log(f"waiting up to {longest:g} s for ranks {ranks} to exit; a second signal kills them")
             until = [*limits.values()] if said else [*limits.values(), _PATIENCE_SECONDS]
-            event = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(start + min(each for each in until if each > waited)):
-                    event = await self._shared.queue.get()
-            if isinstance(event, events.Signalled):
+            self._has_exited.clear()
+            try:
+                seconds = min(each for each in until if each > waited) - waited
+                await signals.unless_signalled(self._shared.queue, self._has_exited.wait(), seconds)
+            except TimeoutError:
+                pass
+            except SignalledError as error:
                 if received is None:
-                    received, received_at = event.signum, loop.time()
+                    received, received_at = error.signum, loop.time()
                 elif loop.time() - received_at >= _PATIENCE_SECONDS:  # else the same one, from a terminal and a wrapper
                     break
-            elif isinstance(event, events.JobEnded | events.LeaderLost):
-                later.append(event)
-        for event in later:
-            self._shared.queue.put_nowait(event)
         self._kill(self._running())
         return received
 

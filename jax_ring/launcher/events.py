@@ -100,10 +100,6 @@ class End(NamedTuple):
     grace: float
 
 
-class Exited(NamedTuple):
-    """A process has."""
-
-
 class Signalled(NamedTuple):
     """A signal to the launcher ends the job."""
 
@@ -121,7 +117,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

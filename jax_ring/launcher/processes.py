@@ -45,7 +45,6 @@ class Process:
       rank: its index in the job.
       state: what the launcher knows of it.
       status: exit status, or minus its signal; None while it runs.
-      copying: tasks that copy its output.
       page: where it notes its steps.
     """
 
@@ -62,7 +61,6 @@ class Process:
         self.number, self.rank, self.page = number, rank, page
         self.state = State.RUNNING
         self.status: int | None = None
-        self.copying: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None  # of its descendants
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if options.is_module else "script"]
         self._process = subprocess.Popen(
@@ -72,10 +70,8 @@ class Process:
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
-        for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
-            assert stream is not None
-            copy = output.copy(stream, bool(to_stderr), label, self.rank, logs[to_stderr])
-            self.copying.append(asyncio.create_task(copy))
+        output.copy(self._process.stdout, False, label, self.rank, logs[0])
+        output.copy(self._process.stderr, True, label, self.rank, logs[1])
 
     @property
     def pid(self) -> int:
