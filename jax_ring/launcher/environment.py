@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.coordinator.server import without_proxy
 
 
 def joined(host: str, port: int) -> str:
@@ -74,7 +75,7 @@ def variables(
         protocol.GENERATION_VARIABLE: str(plan.number),
         protocol.RESTART_VARIABLE: str(plan.number),
         protocol.HOSTS_VARIABLE: ",".join(map(str, plan.hosts)),
-        **_without_proxy(plan.coordinator, outer),
+        **without_proxy(plan.coordinator, outer),
         **own,
     }
     if options.watch is not None:
@@ -84,20 +85,6 @@ def variables(
     if options.devices is not None:
         result["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     return result
-
-
-def _without_proxy(address: str, outer: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which gRPC connects to host:port itself, where others are reached by a proxy.
-
-    gRPC reads lower case alone. Other programs read upper case where there is no lower case.
-    """
-    if not any(outer.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        return {}
-    host = address.rpartition(":")[0].strip("[]")
-    entries = {"no_proxy": outer.get("no_proxy", outer.get("NO_PROXY", ""))}
-    if "no_grpc_proxy" in outer:
-        entries["no_grpc_proxy"] = outer["no_grpc_proxy"]
-    return {name: ",".join(filter(None, (given, host))) for name, given in entries.items()}
 
 
 def _device_ids(slot: int, devices: int | None, outer: Mapping[str, str]) -> str | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.environment import Plan
@@ -10,10 +9,6 @@ from jax_ring.launcher.processes import describe_status
 
 NO_RANK = -1
 _MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
-
-
-# Answers a process. The answer may come later.
-Answer = Callable[[dict[str, Any]], None]
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
@@ -103,10 +98,6 @@ class End(NamedTuple):
     grace: float
 
 
-class Exited(NamedTuple):
-    """A process has."""
-
-
 class Signalled(NamedTuple):
     """A signal to the launcher ends the job."""
 
@@ -124,7 +115,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event]) -> None:

@@ -18,6 +18,8 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 _QUEUE_BYTES = 1 << 20
 # After a pause of this length, a progress bar's last state is shown.
 _PAUSE_SECONDS = 0.1
+# How long to wait for the end of a pipe. A descendant outside the process group may hold it open.
+_IDLE_SECONDS = 1.0
 # A longer line is passed on in pieces of this size, so that it does not stay in memory as a whole.
 _LINE_BYTES = 1 << 20
 _ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
@@ -167,6 +169,7 @@ class Output:
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None, on_closed: Callable[[], None]) -> None:
         self._on_closed = on_closed
         self.is_lost = False
+        self._copying: set[asyncio.Task] = set()
         self._files = [stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY) for stream in (stdout, stderr)]
         self._is_terminal = [os.isatty(file) for file in self._files]
         self._logs = Writer("log files", self._failed)
@@ -179,8 +182,14 @@ class Output:
         """Writes a message without blocking."""
         self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
 
-    async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
-        """Copies lines from a pipe, labeled; `log` is a file without labels, which it closes."""
+    def copy(self, stream: IO[bytes] | None, to_stderr: bool, label: str, color: int, log: int | None = None) -> None:
+        """Begins to copy lines from a pipe, labeled; `log` is a file without labels, which it closes."""
+        assert stream is not None
+        task = asyncio.create_task(self._copy(stream, to_stderr, label, color, log))
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
+
+    async def _copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
         out, writer = self._files[to_stderr], self._writers[to_stderr]
         prefix, erase = f"{label} ".encode(), b""
         if self._is_terminal[to_stderr]:
@@ -217,12 +226,15 @@ class Output:
             if log is not None:
                 self._logs.close(log)
 
-    def is_idle(self) -> bool:
-        return all(writer.empty.is_set() for writer in (*self._writers, self._logs))
-
     async def written(self) -> None:
-        """Waits until all that was copied or logged is written."""
-        for writer in {*self._writers, self._logs}:
+        """Waits for the ends of all pipes, and until what they brought is written, as all that was logged."""
+        writers = {*self._writers, self._logs}
+        while copying := [*self._copying]:
+            _, left = await asyncio.wait(copying, timeout=_IDLE_SECONDS)
+            if left and all(writer.empty.is_set() for writer in writers):
+                for task in left:  # a descendant holds a pipe open, but writes nothing
+                    task.cancel()
+        for writer in writers:
             await writer.empty.wait()
 
     def _failed(self, file: int, error: OSError) -> None:

@@ -26,14 +26,12 @@ class State(enum.IntEnum):
     """What a launcher knows of a process. It goes to a later state only; `Process.status` tells whether it has ended.
 
     RUNNING: It runs the script.
-    LEFT: It has left its generation for other members, and waits to be killed.
     RAISED: An exception of its own ends it.
     TOLD: It was told to end, by a signal.
     KILLED: By the launcher.
     """
 
     RUNNING = enum.auto()
-    LEFT = enum.auto()
     RAISED = enum.auto()
     TOLD = enum.auto()
     KILLED = enum.auto()
@@ -46,9 +44,7 @@ class Process:
       number: the launcher's, never used again.
       rank: its index in the job.
       state: what the launcher knows of it.
-      initializes: whether it has come to jax.distributed.initialize().
       status: exit status, or minus its signal; None while it runs.
-      copying: tasks that copy its output.
       page: where it notes its steps.
     """
 
@@ -64,9 +60,7 @@ class Process:
         """Starts the process, which inherits files. Raises OSError if the system cannot."""
         self.number, self.rank, self.page = number, rank, page
         self.state = State.RUNNING
-        self.initializes = False
         self.status: int | None = None
-        self.copying: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None  # of its descendants
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if options.is_module else "script"]
         self._process = subprocess.Popen(
@@ -76,10 +70,8 @@ class Process:
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
-        for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
-            assert stream is not None
-            copy = output.copy(stream, bool(to_stderr), label, self.rank, logs[to_stderr])
-            self.copying.append(asyncio.create_task(copy))
+        output.copy(self._process.stdout, False, label, self.rank, logs[0])
+        output.copy(self._process.stderr, True, label, self.rank, logs[1])
 
     @property
     def pid(self) -> int:

@@ -55,7 +55,6 @@ class Shared:
         self.needs: Needs | None = None  # once a process has told them: the job is elastic
         self.numbers = itertools.count()  # of processes
         self.logs = LogFiles(options.log_dir, lambda text: self.output.log(text))
-        self.copying: list[asyncio.Task] = []  # the output of processes that have ended
 
     def take_restart(self) -> bool:
         """Uses up a restart; returns whether there was one."""

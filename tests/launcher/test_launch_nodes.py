@@ -200,7 +200,7 @@ def test_a_stranger_at_the_socket_of_processes(line):
         server = ControlServer(lambda *question: asked.append(question))
         await server.start()
         reader, writer = await asyncio.open_unix_connection(protocol.socket_address(server.name))
-        writer.write(protocol.encode({"process": 0}) + line)
+        writer.write(line)
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()

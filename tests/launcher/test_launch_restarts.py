@@ -336,9 +336,9 @@ os._exit(0)  # JAX's preemption manager waits at exit, after SIGTERM, for a proc
 def test_control_without_a_launcher(monkeypatch):
     monkeypatch.delenv(protocol.CONTROL_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"Start the program with: python -m jax_ring\.launch"):
-        protocol.Control.connect()
-    protocol.Control.report_failure("ValueError", "bad batch", None)  # no error of its own
+        protocol.ask("enlist")
+    protocol.report_failure("ValueError", "bad batch", None)  # no error of its own
     monkeypatch.setenv(protocol.CONTROL_VARIABLE, "@nobody")
     monkeypatch.setenv(protocol.PROCESS_VARIABLE, "0")
     with pytest.raises(RuntimeError, match="the launcher at JAX_RING_CONTROL=@nobody does not answer"):
-        protocol.Control.connect()
+        protocol.ask("enlist")

@@ -160,20 +160,20 @@ def test_a_process_that_exits_before_initialize_is_named(script):
 def test_the_launcher_is_told_of_initialize(monkeypatch):
     """At once, also where it neither reads nor answers, and where there is none."""
     monkeypatch.delenv(protocol.CONTROL_VARIABLE, raising=False)
-    protocol.Control.tell_initialize()
+    protocol.tell_initialize()
     name = f"@jax_ring-test-{os.getpid()}"
     monkeypatch.setenv(protocol.CONTROL_VARIABLE, name)
     monkeypatch.setenv(protocol.PROCESS_VARIABLE, "7")
-    protocol.Control.tell_initialize()
+    protocol.tell_initialize()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(protocol.socket_address(name))
         server.listen()
         began = time.monotonic()
-        protocol.Control.tell_initialize()
+        protocol.tell_initialize()
         assert time.monotonic() - began < 0.2
         connection, _ = server.accept()
         with connection, connection.makefile() as lines:
-            assert list(lines) == ['{"process": 7}\n', '{"do": "initialize"}\n']
+            assert list(lines) == ['{"process": 7, "do": "initialize"}\n']
 
 
 NAMES = ["json", "socket", "logging", "threading", "asyncio", "types", "signal", "ctypes", "runpy", "re", "io", "queue"]

@@ -1,6 +1,5 @@
 """The launcher's side of the processes that host JAX's coordination service."""
 
-import asyncio
 import contextlib
 import os
 import pathlib
@@ -11,7 +10,6 @@ from jax_ring.launcher.events import NO_RANK, Failure, failure_of_status
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import state_of
 
-_copying: set[asyncio.Task] = set()  # references, so that running tasks are not garbage-collected
 _PROGRAM = pathlib.Path(__file__).parent / "server.py"
 _DYING_SECONDS = 1.0  # for threads to end that have been killed
 
@@ -26,10 +24,7 @@ class Service:
             start_new_session=True,  # keeps Ctrl-C on a terminal away from it
             env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
         )  # fmt: skip
-        assert self._process.stderr is not None
-        copying = asyncio.create_task(output.copy(self._process.stderr, True, "[coordinator]", 0, None))
-        _copying.add(copying)
-        copying.add_done_callback(_copying.discard)
+        output.copy(self._process.stderr, True, "[coordinator]", 0)
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
