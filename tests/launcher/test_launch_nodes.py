@@ -230,7 +230,7 @@ def test_a_stranger_at_a_port(script):
         first, second = ends(launchers)
     assert first[:2] == (0, ["[0] here"]), first
     assert second == (0, ["[1] here"], "")
-    assert f"the connection from 127.0.0.1:{own} is closed: b'GET / HTTP/1.1" in first[2]
+    assert f"the connection with 127.0.0.1:{own} is closed: b'GET / HTTP/1.1" in first[2]
     assert "Traceback" not in first[2]
 
 

@@ -34,6 +34,9 @@ class Link:
         self.is_silent = False
         self.send, self.receive, self.abort = self.sent.append, self.messages.get, lambda: None
 
+    async def close(self):
+        pass
+
 
 class Hosts:
     """A leader a with a group of a and b, which runs."""
@@ -113,6 +116,17 @@ def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
         links[1].messages.put_nowait(answer)
         assert await agreed == (answer and Group(1, hosts, "job"))
         assert list(job.leader.guests) == ["a", "b", "c"][: 3 if answer else 2]
+
+    asyncio.run(run())
+
+
+def test_a_host_with_the_id_of_the_launcher_that_leads_is_refused():
+    async def run():
+        job = Hosts()
+        link = await job.comes("a")
+        await asyncio.wait_for(link.serving, 10)
+        assert link.sent == [Message("refused", "it is this launcher")]
+        assert list(job.leader.guests) == ["a"]
 
     asyncio.run(run())
 

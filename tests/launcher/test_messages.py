@@ -92,7 +92,7 @@ def test_what_is_no_message_ends_the_connection(line):
     (message,), said = received(line + b"\n")
     assert message is None
     assert len(said) == 1
-    assert said[0].startswith("the connection from [::1]:4711 is closed: ")
+    assert said[0].startswith("the connection with [::1]:4711 is closed: ")
     assert len(said[0]) < 500
 
 

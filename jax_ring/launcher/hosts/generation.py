@@ -12,10 +12,10 @@ from jax_ring.launcher.shared import Shared
 
 
 class Phase(enum.Enum):
-    """What a generation does. It goes from one phase to a later one.
+    """What a generation does. It goes from one phase to a later one, or back to the first if all failures are caught.
 
-    RUNNING: Processes run, or have exited with status 0. It ends when all have.
-    DOUBTING: Failures blame a process, which has --failure-grace to fail by itself. If all are caught, it runs on.
+    RUNNING: Processes run, or have exited with status 0. It is over when all have.
+    DOUBTING: Failures blame a process, which has --failure-grace to fail by itself.
     DOUBTING_LONGER: It still runs, and has the rest of --grace. Not in an elastic job, which goes on without it.
     ENDING: Processes were told to end: after a failure, or when all have left.
     """

@@ -54,8 +54,8 @@ class Link:
                 self.is_silent = isinstance(error, TimeoutError)
                 return None
             except ValueError as error:
-                peer = joined(*self._writer.get_extra_info("peername")[:2])
-                self._log(f"the connection from {peer} is closed: {error}")
+                host, port, *_ = self._writer.get_extra_info("peername") or ("an unknown host", 0)
+                self._log(f"the connection with {joined(host, port)} is closed: {error}")
                 return None
             self.heard = time.monotonic()
             if message.kind != "alive":

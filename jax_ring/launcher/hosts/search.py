@@ -166,7 +166,7 @@ class Search:
         return taken
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self._silence, self._say_once)
+        link = Link(reader, writer, self._silence, self._shared.output.log)
         link.send(Message("answer", self._answer()))
         match await link.receive():
             case Message("hello", hello) if self.leader is not None:
