@@ -34,7 +34,8 @@ class Leaf:
     """A leaf of a state, without its array."""
 
     path: str
-    value: bool | int | float | str | None = None  # of one that is no array
+    # Of one that is no array. It may differ between processes.
+    value: bool | int | float | str | None = dataclasses.field(default=None, compare=False)
     dtype: np.dtype | None = None  # None if it is no array
     shape: tuple[int, ...] = ()  # of the whole array
     boxes: tuple[tuple[Box, ...], ...] | None = None  # by process, where its parts are; None if it is not divided
@@ -118,8 +119,8 @@ class Snapshot:
             snapshot = cls(leaves, count, {})
             known = [each for each in sections if type(each) is int and UNDIVIDED <= each < snapshot.num_parts]
             _check(known == sections and len({*known}) == len(known), f"its sections are {sections!r:.80}")
-            sizes = sum(map(snapshot.num_bytes, (UNDIVIDED, *range(snapshot.num_parts))))
-            _check(sizes <= _memory(), f"its {sizes} bytes are more than this host's memory")
+            size = snapshot.num_bytes(UNDIVIDED, *range(snapshot.num_parts))
+            _check(size <= _memory(), f"its {size} bytes are more than this host's memory")
         except (ValueError, TypeError, RecursionError) as error:  # JAX's as well
             raise RuntimeError(
                 f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {error}"
@@ -136,8 +137,8 @@ class Snapshot:
         """The number of processes that have parts; 0 if no leaf is divided."""
         return self.num_processes if any(leaf.boxes is not None for leaf in self.leaves) else 0
 
-    def num_bytes(self, section: int) -> int:
-        return sum(_size(shape) * dtype.itemsize for dtype, shape in self._types(section))
+    def num_bytes(self, *sections: int) -> int:
+        return sum(_size(shape) * dtype.itemsize for section in sections for dtype, shape in self._types(section))
 
     def data(self, section: int) -> Iterator[np.ndarray]:
         """The bytes of a section, which must be here: those of one array after the other."""
@@ -161,11 +162,6 @@ class Snapshot:
         """What must be the same in all processes, of each leaf: first its shape."""
         return [(leaf.shape, _NAMES.get(leaf.dtype), leaf.path, leaf.key, leaf.weak) for leaf in self.leaves]
 
-    def is_alike(self, other: "Snapshot") -> bool:
-        """Whether the leaves differ in nothing but values that are no arrays."""
-        ours, theirs = ([dataclasses.replace(leaf, value=None) for leaf in each.leaves] for each in (self, other))
-        return ours == theirs
-
     def undivided(self) -> "Snapshot":
         """A snapshot with no leaf divided; all sections must be here."""
         arrays = [array for array in self._whole() if array is not None]
@@ -176,8 +172,9 @@ class Snapshot:
 
         values: trees of the structure. All sections must be here.
         """
-        pairs = zip(self.leaves, self._whole(), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(dict(values)), [_for_user(*each) for each in pairs])
+        leaves = map(_for_user, self.leaves, self._whole())
+        found = jax.tree.unflatten(jax.tree.structure(dict(values)), leaves)
+        return {name: found[name] for name in values}  # JAX has sorted the names
 
     def paths_not_in_both(self, values: Mapping[str, Any]) -> str:
         """Which leaves a state and this snapshot do not both have; empty if they have the same ones."""
@@ -213,14 +210,13 @@ def _paths(structure: Any) -> list[str]:
 
 def _described(path: str, leaf: Any, process: int, num_processes: int) -> tuple[Leaf, list[Any]]:
     """A leaf of a state, and what this process has of it."""
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    is_known = is_array and leaf.dtype in _NAMES
-    key = None
-    if is_array and not is_known and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key, leaf, is_known = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf), True
-    if not is_array and _is_value(leaf):
+    if _is_value(leaf):
         return Leaf(path, leaf), []
-    if not is_known:
+    key = None
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    if is_array and leaf.dtype not in _NAMES and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    if not is_array or leaf.dtype not in _NAMES:
         kind = f"{type(leaf).__name__} of {leaf.dtype}" if is_array else type(leaf).__name__
         raise TypeError(
             f"State: the leaf at {path}, a {kind}, cannot be kept: leaves are arrays of JAX's types, random keys, and "
@@ -256,9 +252,10 @@ def _divided(x: jax.Array, process: int, num_processes: int) -> tuple[tuple[tupl
 def _for_user(leaf: Leaf, array: np.ndarray | None) -> Any:
     if array is None:
         return leaf.value
+    copy = np.array(array)
     if leaf.key is not None:
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.key)
-    return _compat.weakly_typed(np.array(array)) if leaf.weak else np.array(array)
+        return jax.random.wrap_key_data(jnp.asarray(copy), impl=leaf.key)
+    return _compat.weakly_typed(copy) if leaf.weak else copy
 
 
 # ---- What is checked -------------------------------------------------------------------------------------------------
@@ -280,12 +277,16 @@ def _is_value(x: Any) -> bool:
 
 
 def _box(box: Any, shape: Sequence[int], path: str) -> Box:
-    pairs = [each for each in box if type(each) is list and len(each) == 2] if type(box) is list else []
-    _check(len(pairs) == len(shape) == len(box) and all(
-        _is_count(start) and _is_count(stop) and start <= stop <= size
-        for (start, stop), size in zip(pairs, shape, strict=True)
-    ), f"a part of {path}, of the shape {shape}, is at {box!r:.80}")  # fmt: skip
-    return tuple((start, stop) for start, stop in pairs)
+    is_box = (
+        type(box) is list
+        and len(box) == len(shape)
+        and all(
+            type(ends) is list and [*map(type, ends)] == [int, int] and 0 <= ends[0] <= ends[1] <= size
+            for ends, size in zip(box, shape, strict=True)
+        )
+    )
+    _check(is_box, f"a part of {path}, of the shape {shape}, is at {box!r:.80}")
+    return tuple((start, stop) for start, stop in box)
 
 
 def _size(shape: Sequence[int], least: int = 0) -> int:

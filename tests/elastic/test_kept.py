@@ -66,7 +66,7 @@ class Writers:
         if key not in self._kept:
             self._kept[key] = KeptCommits(self._files, key[0])
             mine = [protocol.read_mark(file) for file in self._files[2 * key[0] :][:2]]
-            self._kept[key]._last = max((CommitId(m[1], m[0]) for m in mine if m and m[1] < number), default=None)
+            self._kept[key].last = max((CommitId(m[1], m[0]) for m in mine if m and m[1] < number), default=None)
         self._kept[key].write(number, snapshot_of(process, number, divided), member(process, generation, ONE_HOST))
 
 
@@ -178,7 +178,7 @@ def test_what_a_generation_starts_from_stays_until_all_have_gone_on(files, commi
     for generation, number in ((1, 7), (2, 9), (3, 8)):
         kept = [KeptCommits(files, process) for process in (0, 1)]
         for each in kept:
-            each.read(CommitId(6, 0))
+            each.last = CommitId(6, 0)
         kept[0].write(number, snapshot_of(0, number), member(0, generation, ONE_HOST))
         assert_newest(files, 6)
     kept[1].write(8, snapshot_of(1, 8), member(1, 3, ONE_HOST))
@@ -334,13 +334,18 @@ def test_a_post_of_no_whole_commit_is_not_taken(files, row):
         restore(Liar(), values(0), KeptCommits(files, 0), None)
 
 
-def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):
+def test_files_of_others_are_left_alone(files, commit, monkeypatch, tmp_path):
+    commit(0, 6)
     monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
-    assert KeptCommits.of_launcher() is not None
-    with open(tmp_path / "log", "w") as log:
-        monkeypatch.setenv(KEPT_VARIABLE, f"1,{log.fileno()}")
-        assert KeptCommits.of_launcher() is None
-    monkeypatch.setenv(KEPT_VARIABLE, "1,9999")
-    assert KeptCommits.of_launcher() is None
+    assert [*KeptCommits.of_launcher().commits()] == [CommitId(6, 0)]
+    log = tmp_path / "log"
+    log.write_bytes(protocol.KEPT_MARK.pack(True, 0, 6))
+    with log.open("r+b") as stream:
+        for others in (f"0,{stream.fileno()},{stream.fileno()}", "1,9999"):
+            monkeypatch.setenv(KEPT_VARIABLE, others)
+            kept = KeptCommits.of_launcher()
+            assert kept.commits() == {}
+            kept.write(7, snapshot_of(0, 7), member(0, 0, ONE_HOST))
+    assert log.read_bytes() == protocol.KEPT_MARK.pack(True, 0, 6)
     monkeypatch.delenv(KEPT_VARIABLE)
-    assert KeptCommits.of_launcher() is None
+    assert KeptCommits.of_launcher().commits() == {}
