@@ -43,8 +43,8 @@ class Leaf:
     weak: bool = False  # whether JAX's type is weak
 
     def shapes(self, section: int) -> list[tuple[int, ...]]:
-        """The shapes of its arrays in a section."""
-        if self.dtype is None or (self.boxes is None) != (section == UNDIVIDED):
+        """The shapes in a section, of one that is an array."""
+        if (self.boxes is None) != (section == UNDIVIDED):
             return []
         boxes = self.boxes[section] if self.boxes is not None else [[(0, size) for size in self.shape]]
         return [tuple(stop - start for start, stop in box) for box in boxes]
@@ -63,17 +63,18 @@ class Leaf:
             _check(len(found) == 2 and _is_value(found["value"]), f"{found!r:.200} is no value")
             return cls(**found)
         path, name, shape, boxes, key, weak = map(found.get, _OF_ARRAYS)
-        is_shape = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))
+        is_shape = _are_counts(shape) and len(shape) <= _MAX_DIMENSIONS
         is_known = type(name) is str and name in _DTYPES and (key is None or type(key) is str) and weak in (None, True)
         _check(set(found) <= {*_OF_ARRAYS} and is_shape and is_known, f"{found!r:.200} is no array")
         if boxes is not None:
             _check(type(boxes) is list and len(boxes) == num_processes, f"{path} is not of {num_processes} processes")
             boxes = tuple(tuple(_box(box, shape, path) for box in each) for each in boxes)
         leaf = cls(path, None, _DTYPES[name], tuple(shape), boxes, key, bool(weak))
-        _check(_size(leaf.shape, 1) * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
+        least = math.prod(max(1, n) for n in shape)  # numpy limits the shapes of empty arrays too
+        _check(least * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
         if boxes is not None:
-            size = sum(_size(shape) for process in range(num_processes) for shape in leaf.shapes(process))
-            _check(size == _size(leaf.shape), f"the parts of {path} have {size} of {_size(leaf.shape)} elements")
+            size = sum(math.prod(part) for process in range(num_processes) for part in leaf.shapes(process))
+            _check(size == math.prod(shape), f"the parts of {path} have {size} of {math.prod(shape)} elements")
         if key is not None:
             bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
@@ -114,7 +115,7 @@ class Snapshot:
             found = json.loads(header)
             _check(type(found) is dict and set(found) == {"processes", "sections", "leaves"}, "it is no header")
             count, sections = found["processes"], found["sections"]
-            _check(_is_count(count) and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
+            _check(type(count) is int and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
             leaves = [Leaf.of_json(each, count) for each in found["leaves"]]
             snapshot = cls(leaves, count, {})
             known = [each for each in sections if type(each) is int and UNDIVIDED <= each < snapshot.num_parts]
@@ -138,7 +139,7 @@ class Snapshot:
         return self.num_processes if any(leaf.boxes is not None for leaf in self.leaves) else 0
 
     def num_bytes(self, *sections: int) -> int:
-        return sum(_size(shape) * dtype.itemsize for section in sections for dtype, shape in self._types(section))
+        return sum(math.prod(shape) * dtype.itemsize for section in sections for dtype, shape in self._types(section))
 
     def data(self, section: int) -> Iterator[np.ndarray]:
         """The bytes of a section, which must be here: those of one array after the other."""
@@ -154,7 +155,7 @@ class Snapshot:
         for section in sections:
             arrays = self.arrays[section] = []
             for dtype, shape in self._types(section):
-                end = begin + _size(shape) * dtype.itemsize
+                end = begin + math.prod(shape) * dtype.itemsize
                 arrays.append(data[begin:end].view(dtype).reshape(shape))
                 begin = end
 
@@ -267,8 +268,8 @@ def _check(condition: bool, text: str) -> None:
         raise ValueError(text)
 
 
-def _is_count(x: Any) -> bool:
-    return type(x) is int and x >= 0
+def _are_counts(x: Any) -> bool:
+    return type(x) is list and all(type(n) is int and n >= 0 for n in x)
 
 
 def _is_value(x: Any) -> bool:
@@ -281,17 +282,12 @@ def _box(box: Any, shape: Sequence[int], path: str) -> Box:
         type(box) is list
         and len(box) == len(shape)
         and all(
-            type(ends) is list and [*map(type, ends)] == [int, int] and 0 <= ends[0] <= ends[1] <= size
+            _are_counts(ends) and len(ends) == 2 and ends[0] <= ends[1] <= size
             for ends, size in zip(box, shape, strict=True)
         )
     )
     _check(is_box, f"a part of {path}, of the shape {shape}, is at {box!r:.80}")
     return tuple((start, stop) for start, stop in box)
-
-
-def _size(shape: Sequence[int], least: int = 0) -> int:
-    """The number of elements. least: the least size of a dimension that counts."""
-    return math.prod(max(each, least) for each in shape)
 
 
 def _memory() -> int:

@@ -220,8 +220,7 @@ def launcher(*messages):
     def serve():
         with other, other.makefile("r") as lines:
             received.append(json.loads(lines.readline()))
-            for message in ({"done": True}, *messages):
-                other.sendall(protocol.encode(message))
+            other.sendall(b"".join(map(protocol.encode, ({"done": True}, *messages))))
             received.append(json.loads(lines.readline()))
 
     thread = threading.Thread(target=serve)
