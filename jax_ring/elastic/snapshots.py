@@ -278,16 +278,13 @@ def _is_value(x: Any) -> bool:
 
 
 def _box(box: Any, shape: Sequence[int], path: str) -> Box:
-    is_box = (
-        type(box) is list
-        and len(box) == len(shape)
-        and all(
-            _are_counts(ends) and len(ends) == 2 and ends[0] <= ends[1] <= size
-            for ends, size in zip(box, shape, strict=True)
-        )
-    )
+    is_box = type(box) is list and len(box) == len(shape) and all(map(_is_range, box, shape))
     _check(is_box, f"a part of {path}, of the shape {shape}, is at {box!r:.80}")
     return tuple((start, stop) for start, stop in box)
+
+
+def _is_range(x: Any, size: int) -> bool:
+    return _are_counts(x) and len(x) == 2 and x[0] <= x[1] <= size
 
 
 def _memory() -> int:
