@@ -254,6 +254,99 @@ def test_a_state_goes_on_in_the_next_process(files, monkeypatch):
     assert [each.number for each in KeptCommits(files, 0).commits()] in ([1, 2], [2, 1])
 
 
+# ---- Several processes, which are threads here -----------------------------------------------------------------------
+
+
+class Member(Alone):
+    """The generation of one of several processes, which are all on one host, or each on its own."""
+
+    def __init__(self, process, count, shared, barrier, hosts):
+        self.process, self.num_processes, self.hosts = process, count, hosts
+        self.is_first_of_host = hosts.first_beside(process) == process
+        self.exchange, self._shared, self._barrier = self, shared, barrier
+
+    def _all(self, value):
+        self._shared[self.process] = value
+        self._barrier.wait(10)
+        values = [self._shared[process] for process in range(self.num_processes)]
+        self._barrier.wait(10)
+        return values
+
+    def post(self, own):
+        return self._all(own)
+
+    def put(self, key, value):
+        self._shared[key] = value
+
+    def get(self, key, process):
+        while key not in self._shared:
+            assert not self._barrier.broken
+        return self._shared[key]
+
+    def broadcast(self, own, size, *, is_wanted):
+        (data,) = [each for each in self._all(own) if each is not None]
+        assert len(data) == size
+        return data.copy() if is_wanted else None
+
+    def gather(self, own, sizes, wanted):
+        everyones = self._all(own)
+        assert [*map(len, everyones)] == sizes
+        return {process: everyones[process].copy() for process in wanted}
+
+
+def restored_by(count, hosts, restores):
+    """By process what `restores(generation)` returns, or its error."""
+    shared, barrier, found = {}, threading.Barrier(count), [None] * count
+
+    def run(process):
+        try:
+            found[process] = restores(Member(process, count, shared, barrier, hosts))
+        except RuntimeError as error:
+            found[process] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_without_a_commit_all_begin_with_the_values_of_process_0():
+    def begins(generation):
+        own = {"w": np.full(3, generation.process), "name": f"of {generation.process}"}
+        return restore(generation, own, KeptCommits((), 0), None)
+
+    for number, snapshot in restored_by(3, HostsOfProcesses((0,), 3), begins):
+        found = snapshot.trees({"w": 0, "name": 0})
+        assert (number, found["name"], found["w"].tolist()) == (0, "of 0", [0, 0, 0])
+
+
+def test_a_process_that_has_made_another_state_is_told(files):
+    def begins(generation):
+        return restore(generation, {"w": np.zeros(3 + generation.process // 2)}, KeptCommits((), 0), None)
+
+    *_, last = restored_by(3, HostsOfProcesses((0,), 3), begins)
+    assert "the state of process 2 differs from what process 0 has sent, in the leaves, shapes or dtypes" in str(last)
+
+
+def test_each_host_has_a_part_of_a_commit(files, commit):
+    """A third one, which has come, has nothing."""
+    for process in (0, 1):
+        commit(process, 6)
+
+    def goes_on(generation):
+        own = files[2 * generation.process : 2 * generation.process + 2]
+        return restore(generation, values(0), KeptCommits(own, 0), None)
+
+    for number, snapshot in restored_by(3, HostsOfProcesses((0, 1, 2), 3), goes_on):
+        assert (number, snapshot.num_parts) == (6, 0)
+        found = snapshot.trees(values(0))
+        for name, expected in values(6).items():
+            np.testing.assert_array_equal(found[name], expected)
+
+
 # ---- Files that are damaged ------------------------------------------------------------------------------------------
 
 BEGIN = protocol.KEPT_MARK.size
