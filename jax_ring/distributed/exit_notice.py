@@ -155,8 +155,9 @@ def _own_host() -> str:
 
 def _read_process(host: str, pid: int) -> _Process:
     """A running process of this host. Raises OSError if there is none or the system does not tell."""
+    # A pid that another process has published must be a number.
     # The name before the last parenthesis may contain anything.
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = pathlib.Path(f"/proc/{pid:d}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[0] in "ZX":
         raise FileNotFoundError(f"process {pid} has ended")
     return _Process(host, pid, int(fields[19]))

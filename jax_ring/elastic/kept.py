@@ -47,7 +47,8 @@ class KeptCommits:
         """The memory of this process's launcher."""
         slot, *files = map(int, os.environ.get(protocol.KEPT_VARIABLE, "0").split(","))
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
-        return cls(files if all(map(_is_kept_file, files)) else (), slot)
+        are_kept = all(os.path.realpath(_path(file)).startswith(f"/memfd:{protocol.KEPT_NAME}") for file in files)
+        return cls(files if are_kept else (), slot)
 
     def write(self, number: int, snapshot: Snapshot, generation: Generation) -> None:
         """Keeps a commit: in the first process of a host what is not divided, and in each its parts and its copies.
@@ -61,7 +62,8 @@ class KeptCommits:
         if not sections or not self._files:
             return
         header = snapshot.header(sections)
-        file = self._own[self.last is not None and _commit_of(self._own[0]) == self.last]
+        first, second = self._own
+        file = second if self.last is not None and _commit_of(first) == self.last else first
         # A process that dies in between leaves a file that nobody reads.
         protocol.write_mark(file, False, generation.number, number)
         with open(_path(file), "r+b") as stream:
@@ -112,13 +114,6 @@ def _commit_of(file: int) -> CommitId | None:
     """The commit in a file; None if none is whole."""
     mark = protocol.read_mark(file)
     return CommitId(number=mark[1], generation=mark[0]) if mark is not None else None
-
-
-def _is_kept_file(file: int) -> bool:
-    try:
-        return os.readlink(_path(file)).startswith(f"/memfd:{protocol.KEPT_NAME}")
-    except OSError:
-        return False
 
 
 def _path(file: int) -> str:
