@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import ring_all_gather, ring_pmax
-from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE, Control
+from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE
+from jax_ring.launcher.watching.page import Page
 
 _AXIS = "processes"
 # Bytes of a process in one call. For a moment each process holds this much of every other process too.
@@ -53,14 +54,14 @@ class HostsOfProcesses:
 
 
 class Generation:
-    """The members of a job between two changes. control: the connection to the launcher; None without one."""
+    """The members of a job between two changes."""
 
-    def __init__(self, control: Control | None) -> None:
+    def __init__(self) -> None:
         self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
-        firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
-        self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)
-        self._control = control
+        firsts = os.environ.get(HOSTS_VARIABLE, "0").split(",")
+        self.hosts = HostsOfProcesses(tuple(map(int, firsts)), self.num_processes)
+        self._page = Page.of_launcher()
 
     @property
     def is_first_of_host(self) -> bool:
@@ -73,7 +74,7 @@ class Generation:
 
     def change_pending(self) -> bool:
         """Whether the launcher wants members to leave at their next commit."""
-        return self._control is not None and self._control.change_pending()
+        return self._page is not None and bool(self._page.words.change_pending)
 
     def post(self, own: bytes) -> list[bytes]:
         """Each process's post, by process. Waits for all, without a backend; a generation has one.

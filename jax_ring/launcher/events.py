@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from types import UnionType
 from typing import Any, NamedTuple
 
@@ -11,10 +10,6 @@ from jax_ring.launcher.processes import describe_status
 
 NO_RANK = -1
 _MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
-
-
-# Answers a process. The answer may come later.
-Answer = Callable[[dict[str, Any]], None]
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
@@ -105,10 +100,6 @@ class End(NamedTuple):
     grace: float
 
 
-class Exited(NamedTuple):
-    """A process has."""
-
-
 class Signalled(NamedTuple):
     """A signal to the launcher ends the job."""
 
@@ -126,7 +117,7 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Signalled | LeaderLost | JobEnded
 
 
 def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:

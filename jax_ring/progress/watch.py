@@ -131,16 +131,16 @@ class Progress:
         with self._lock:
             if counts != self._counts:
                 self._counts, self._begun, self._ended, self._returned = counts, 0, 0, []
-                words[page.STARTED], words[page.COMPLETED], words[page.COMPLETED_AT] = 0, 0, time.monotonic_ns()
-            words[page.LIMIT] = min(given, words[page.LIMIT] or given)
-            words[page.ENDS_JOB] |= ends_job
-            words[page.COUNTS] = counts
+                words.started, words.completed, words.completed_at = 0, 0, time.monotonic_ns()
+            words.limit = min(given, words.limit or given)
+            words.ends_job |= ends_job
+            words.counts = counts
 
     def begin(self, name: str) -> None:
         with self._lock:
             self._begun += 1
-            self.page.write(page.FUNCTION, name)
-            self.page.words[page.STARTED] = self._begun
+            self.page.words.function = page.cut(name)
+            self.page.words.started = self._begun
 
     def end(self, outputs: Sequence[Any]) -> None:
         """Notes that a step or an execution has returned.
@@ -152,7 +152,7 @@ class Progress:
             if not outputs and self._returned:  # as after an exception: those before may not be there yet
                 outputs = self._returned[-1][1]
             if self._counts == page.EXECUTIONS:
-                self.page.words[page.STARTED] = self._ended
+                self.page.words.started = self._ended
                 self._returned.clear()  # it is enough to know that the newest is complete
             self._returned.append((self._ended, outputs))
 
@@ -164,7 +164,7 @@ class Progress:
         comparison, limit = report.Comparison(), 0.0
         while not self._end.wait(min(_LOOK_SECONDS, report.seconds_between_looks(limit))):
             self._look()
-            if self.page.words[page.QUESTION] == page.ASKED:
+            if self.page.words.question == page.ASKED:
                 self.page.answer(json.dumps(self._where()))
             notes = self.page.read()
             limit = notes.limit
@@ -188,15 +188,15 @@ class Progress:
         is_launching = _runs(_compat.is_launch)
         with self._lock:
             if self._counts == page.EXECUTIONS:
-                self.page.words[page.STARTED] = self._ended + is_launching
+                self.page.words.started = self._ended + is_launching
             left: list[tuple[int, Sequence[Any]]] = []
             for number, outputs in reversed(self._returned):
                 is_complete = are_ready(outputs)
                 if is_complete is None and not (left or is_launching) and self._counts == page.EXECUTIONS:
                     is_complete = True  # not donated: the program has deleted them
                 if is_complete:
-                    self.page.words[page.COMPLETED] = number
-                    self.page.words[page.COMPLETED_AT] = time.monotonic_ns()
+                    self.page.words.completed = number
+                    self.page.words.completed_at = time.monotonic_ns()
                     break
                 if is_complete is False or not left:
                     left.append((number, outputs))
@@ -206,8 +206,8 @@ class Progress:
         if event.startswith(_COMPILATION):
             with self._lock:
                 if not self._compiling:
-                    self.page.write(page.COMPILING, str(kwargs.get("fun_name", "")))
-                    self.page.words[page.COMPILING_SINCE] = time.monotonic_ns()
+                    self.page.words.compiling = page.cut(str(kwargs.get("fun_name", "")))
+                    self.page.words.compiling_since = time.monotonic_ns()
                 self._compiling.append((event, threading.get_ident()))
 
     def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -215,7 +215,7 @@ class Progress:
             if (what := (event, threading.get_ident())) in self._compiling:
                 self._compiling.remove(what)
                 if not self._compiling:
-                    self.page.words[page.COMPILING_SINCE] = 0
+                    self.page.words.compiling_since = 0
 
     def _where(self) -> report.Place:
         """Where this process is."""

@@ -206,7 +206,7 @@ def test_a_stranger_at_a_port(line):
         server = ControlServer(lambda *question: asked.append(question))
         await server.start()
         reader, writer = await asyncio.open_unix_connection(protocol.socket_address(server.name))
-        writer.write(protocol.encode({"process": 0}) + line)
+        writer.write(line)
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()

@@ -429,8 +429,8 @@ def test_what_a_launcher_says_at_once_is_not_lost(monkeypatch):
 
 def test_a_signal_before_the_processes_of_a_generation_have_begun(monkeypatch):
     """The launcher waits for none of them."""
-    nothing = types.SimpleNamespace(begin=lambda *_: None, failure=lambda: None, end=lambda: None)
-    monkeypatch.setattr("jax_ring.launcher.job.Service", lambda output: nothing)
+    nothing = types.SimpleNamespace(failure=lambda: None, end=lambda: None)
+    monkeypatch.setattr("jax_ring.launcher.job.Service", lambda *_: nothing)
     job, search, _ = alone(nnodes=1, hosts_change=False, node_rank=0, coordinators=())
 
     async def scenario():

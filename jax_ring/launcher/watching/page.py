@@ -1,9 +1,11 @@
-"""A page of memory in which a process notes its steps. Its launcher reads it whatever the process does.
+"""A page of memory that a process and its launcher share. The launcher reads it whatever the process does.
 
-The launcher makes it for each process, as an anonymous file. Behind the page the process says where it is, if asked.
+It is an anonymous file, which the launcher makes for each process. Behind the page the process says where it is, if
+asked.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import mmap
 import os
@@ -14,12 +16,40 @@ from typing import NamedTuple
 NAME = "jax_ring_steps"  # names the file
 PAGE_VARIABLE = "JAX_RING_STEPS"  # the file's descriptor in the process, and the process that has taken it
 STACKS_SIGNAL = signal.SIGRTMAX - 7  # one that programs have no use for
-_SIZE = 4096
-# The words: integers of 64 bits. Times are nanoseconds of the host's monotonic clock.
-COUNTS, LIMIT, ENDS_JOB, STARTED, COMPLETED, COMPLETED_AT, COMPILING_SINCE, HAS_HANDLER, QUESTION = range(9)
 STEPS, EXECUTIONS = 1, 2  # what a process counts; 0 for nothing
 ASKED, ANSWERED = 1, 2  # the question where a process is
-FUNCTION, COMPILING = slice(256, 1024), slice(1024, 2048)  # texts
+_TEXT_BYTES = 1024
+
+
+class Words(ctypes.Structure):
+    """What is in the page. Whoever reads an integer gets it as it was written: it is aligned, and one word.
+
+    Times are nanoseconds of the host's monotonic clock. A text ends at its first NUL, or with its field.
+    """
+
+    _fields_ = [
+        ("counts", ctypes.c_int64),  # `STEPS`, `EXECUTIONS` or 0
+        ("limit", ctypes.c_int64),  # nanoseconds after which the process is stuck; 0 if it has none
+        ("ends_job", ctypes.c_int64),  # whether the job ends then
+        ("started", ctypes.c_int64),
+        ("completed", ctypes.c_int64),
+        ("completed_at", ctypes.c_int64),  # when the last one was completed, or counting began
+        ("compiling_since", ctypes.c_int64),  # 0 if the process does not trace or compile
+        ("has_handler", ctypes.c_int64),  # whether the process writes its stacks on the signal
+        ("question", ctypes.c_int64),  # `ASKED` by the launcher, `ANSWERED` by the process, or 0
+        # Whether the processes of an elastic job are to leave at their next commit: the launcher says it.
+        ("change_pending", ctypes.c_int64),
+        ("function", ctypes.c_char * _TEXT_BYTES),  # the watched one that has begun last
+        ("compiling", ctypes.c_char * _TEXT_BYTES),  # what is compiled
+    ]
+
+
+_SIZE = ctypes.sizeof(Words)
+
+
+def cut(text: str) -> bytes:
+    """A text that fits into its field."""
+    return text.encode(errors="replace")[:_TEXT_BYTES]
 
 
 class Notes(NamedTuple):
@@ -37,13 +67,12 @@ class Notes(NamedTuple):
 
 
 class Page:
-    """The page of one process. The launcher reads, the process writes."""
+    """The page of one process."""
 
     def __init__(self, file: int) -> None:
         self.file = file
         os.ftruncate(file, max(_SIZE, os.fstat(file).st_size))
-        self._memory = mmap.mmap(file, _SIZE)
-        self.words = memoryview(self._memory)[: FUNCTION.start].cast("q")
+        self.words = Words.from_buffer(mmap.mmap(file, _SIZE))
 
     @classmethod
     def new(cls) -> "Page":
@@ -61,26 +90,21 @@ class Page:
         return None
 
     def close(self) -> None:
-        self.words.release()
-        self._memory.close()
+        del self.words  # and with it the memory, which nothing else holds
         os.close(self.file)
 
     def write_stacks_on_signal(self) -> None:
         """Makes Python write the stacks of all threads behind the page, also while one holds its lock."""
         faulthandler.register(STACKS_SIGNAL, file=self.file, all_threads=True)
-        self.words[HAS_HANDLER] = True
-
-    def write(self, place: slice, text: str) -> None:
-        data = text.encode(errors="replace")[: place.stop - place.start - 1] + b"\0"
-        self._memory[place.start : place.start + len(data)] = data
+        self.words.has_handler = True
 
     def answer(self, text: str) -> None:
         os.pwrite(self.file, text.encode(errors="replace"), _SIZE)
-        self.words[QUESTION] = ANSWERED
+        self.words.question = ANSWERED
 
     def ask(self, question: int) -> None:
         """Forgets what is behind the page. question: `ASKED`, or 0 for stacks, which the signal brings."""
-        self.words[QUESTION] = question
+        self.words.question = question
         os.ftruncate(self.file, _SIZE)
         os.lseek(self.file, _SIZE, os.SEEK_SET)  # where Python writes: the offset is one for both processes
 
@@ -90,10 +114,11 @@ class Page:
         return os.pread(self.file, max(size, 0), _SIZE).decode(errors="replace")
 
     def read(self) -> Notes:
-        words, now = self.words.tolist(), time.monotonic_ns()
-        texts = [self._memory[place].partition(b"\0")[0] for place in (FUNCTION, COMPILING)]
+        words = self.words
+        completed_at, compiling_since = words.completed_at, words.compiling_since
+        now = time.monotonic_ns()  # after both
         return Notes(
-            words[COUNTS], words[LIMIT] / 1e9, bool(words[ENDS_JOB]), words[STARTED], words[COMPLETED],
-            (now - words[COMPLETED_AT]) / 1e9, words[COMPILING_SINCE] and (now - words[COMPILING_SINCE]) / 1e9,
-            *(text.decode(errors="ignore") for text in texts),  # a long one is cut
+            words.counts, words.limit / 1e9, bool(words.ends_job), words.started, words.completed,
+            (now - completed_at) / 1e9, compiling_since and (now - compiling_since) / 1e9,
+            words.function.decode(errors="ignore"), words.compiling.decode(errors="ignore"),  # may be cut in a letter
         )  # fmt: skip

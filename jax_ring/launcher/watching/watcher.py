@@ -12,7 +12,7 @@ from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process
 from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.watching import report
-from jax_ring.launcher.watching.page import ANSWERED, ASKED, HAS_HANDLER, QUESTION, STACKS_SIGNAL
+from jax_ring.launcher.watching.page import ANSWERED, ASKED, STACKS_SIGNAL
 from jax_ring.launcher.watching.report import Member, Place
 
 # A process whose threads can run answers at once. Any writes its stacks on a signal, by Python's handler.
@@ -92,13 +92,13 @@ class Watcher:
             process.page.ask(ASKED)
         for _ in range(_POLLS):
             await asyncio.sleep(_POLL_SECONDS)
-            if all(process.page.words[QUESTION] == ANSWERED for process in asked.values()):
+            if all(process.page.words.question == ANSWERED for process in asked.values()):
                 break
         for number, process in asked.items():
             page, unknown = process.page, Place("stopped" if process.is_stopped() else "")
-            places[number] = Place(*json.loads(page.behind())) if page.words[QUESTION] == ANSWERED else unknown
+            places[number] = Place(*json.loads(page.behind())) if page.words.question == ANSWERED else unknown
             page.ask(0)
-            if page.words[HAS_HANDLER] and not unknown.kind:  # without one, the signal would end it
+            if page.words.has_handler and not unknown.kind:  # without one, the signal would end it
                 process.send(STACKS_SIGNAL, to_descendants=False)
         await asyncio.sleep(_SIGNAL_SECONDS)
         return {n: each._replace(stacks=report.of_signal(asked[n].page.behind())) for n, each in places.items()}
