@@ -280,7 +280,8 @@ class Member(Alone):
 
     def get(self, key, process):
         while key not in self._shared:
-            assert not self._barrier.broken
+            if self._barrier.broken:  # another process has failed
+                raise threading.BrokenBarrierError
         return self._shared[key]
 
     def broadcast(self, own, size, *, is_wanted):
