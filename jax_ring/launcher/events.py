@@ -38,8 +38,7 @@ def failure_of_status(name: str, rank: int, status: int) -> Failure:
 
 def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
     """A report of the exception that ended it."""
-    lines = str(report.get("message", "")).strip().splitlines()
-    text = lines[0] if lines else ""
+    text = next(iter(str(report.get("message", "")).strip().splitlines()), "")
     if len(text) > _MESSAGE_LENGTH:
         text = text[:_MESSAGE_LENGTH] + " ..."
     caused_by = report.get("caused_by")

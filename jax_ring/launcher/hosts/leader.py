@@ -87,7 +87,8 @@ class Leader:
         if hello.host.id == self._own.host.id:
             return "it is this launcher"
         for guest in self.guests.values():
-            if guest.node_rank == hello.node_rank is not None and guest.host.id != hello.host.id:
+            is_other = guest.host.id != hello.host.id
+            if is_other and guest.node_rank is not None and guest.node_rank == hello.node_rank:
                 at = f", at {guest.host.address}" if guest.host.address else ""
                 return f"there is a launcher with --node-rank {hello.node_rank} already{at}"
         return ""
