@@ -7,7 +7,6 @@ from typing import Any
 from jax_ring.launcher import events
 from jax_ring.launcher.hosts.groups import Evidence, Group, Register
 from jax_ring.launcher.hosts.links import Link
-from jax_ring.launcher.watching.others import Others
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -19,7 +18,6 @@ class Follower:
 
     Attributes:
       leads: whether this launcher leads, too.
-      others: what a launcher that leads knows of the processes of other hosts.
       asks_where: set if the launcher that leads asks where this host's processes are.
       is_lost: whether that launcher is gone.
     """
@@ -28,7 +26,6 @@ class Follower:
         self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
         self._attempt = -1
         self.leads = self.is_lost = False
-        self.others = Others(lambda message, host: None)
         self.asks_where = asyncio.Event()
 
     async def receive(self, link: Link, leader: str, leader_id: str, evidence: Evidence) -> None:
@@ -75,7 +72,7 @@ class Follower:
 
         what: "failed" with a `Failure`, and whether the process has ended or is to; "exited" with the rank and the name
           of one that has with status 0; "initializes" with a rank; "left" with a rank and why; "enlisted" with the
-          `Needs` of an elastic job; "progress" with what `others.encoded` gives; "signalled" with how this launcher
+          `Needs` of an elastic job; "progress" and "place" with what `reader` tells; "signalled" with how this launcher
           ends its processes; "ended" once none runs.
         """
         self._to_leader({what: value, "attempt": self._attempt})
@@ -83,7 +80,3 @@ class Follower:
     def tell_gone(self, gone: list[str]) -> None:
         """Tells which hosts can no longer start a group of their own."""
         self._to_leader({"gone": gone})
-
-    def lead(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
-        """This launcher leads. send: sends a message to a host, or to all."""
-        self.leads, self.others = True, Others(send)

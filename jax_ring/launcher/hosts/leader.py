@@ -52,7 +52,7 @@ class Leader:
         self.generation: Generation | None = None
         self._changed = asyncio.Event()
         self.follower = Follower(own.id, register, shared.queue, lambda message: self._hear(self._own, message))
-        self.follower.lead(self._send)
+        self.follower.leads = True
         self.guests = {own.id: Guest(None, self.follower.take, own, self._options.node_rank, [])}
 
     @property
@@ -112,9 +112,7 @@ class Leader:
             if (index := self._index(guest)) is None:
                 return
             for what, value in message.items():
-                if what == "progress":
-                    self.follower.others.take(index, value)
-                elif what == "enlisted":
+                if what == "enlisted":
                     self._shared.needs = Needs(*value)
                     self._compare()
                 elif what == "signalled" and guest is self._own and not self._options.hosts_change:
@@ -215,7 +213,6 @@ class Leader:
         """Starts a generation on all hosts."""
         self.group = group
         self.generation = Generation(self._shared, group, self._index(self._own), self._send)
-        self.follower.others.forget()
         start = {"group": group, "coordinator": coordinator, "restarts": self._shared.restarts}
         for host, guest in self.guests.items():
             guest.send({"start": start} if host in group.ids or guest is self._own else {"started": group})
