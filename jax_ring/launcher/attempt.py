@@ -14,7 +14,7 @@ from jax_ring.launcher.processes import Process, State, format_ranks
 from jax_ring.launcher.shared import Needs, Shared
 from jax_ring.launcher.signals import SignalledError
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
-from jax_ring.launcher.watching.watcher import Watcher
+from jax_ring.launcher.watching.reader import tell_progress
 
 # After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
@@ -40,8 +40,8 @@ class Attempt:
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
-        watcher = Watcher(self._shared, self.processes, self._follower)
-        watching = [asyncio.create_task(each) for each in (watcher.run(), self._watch_stopped())]
+        telling = tell_progress(self.processes, self._follower, self._options.watch)
+        watching = [asyncio.create_task(each) for each in (telling, self._watch_stopped())]
         for task in watching:
             task.add_done_callback(self._unwatched)
         try:

@@ -4,7 +4,6 @@ Calls of watched functions count as steps. Without any, each execution of a prog
 """
 
 import atexit
-import faulthandler
 import functools
 import json
 import math
@@ -21,7 +20,9 @@ from typing import Any, Literal, get_args
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.launcher.watching import page, report
+from jax_ring.launcher.watching import page
+from jax_ring.launcher.watching.report import Place, readable
+from jax_ring.launcher.watching.watcher import Watcher, seconds_between_looks
 from jax_ring.options import check_choice
 
 OnStuck = Literal["report", "end"]
@@ -110,7 +111,7 @@ class Progress:
     def __init__(self) -> None:
         given = page.Page.of_launcher()
         self.page, self._is_alone = given or page.Page.new(), given is None
-        self._counts = self._begun = self._ended = 0
+        self._ended = 0  # executions, or steps
         self._returned: list[tuple[int, Sequence[Any]]] = []  # number and outputs of calls that may not be complete
         self._compiling: list[tuple[str, int]] = []  # events and their threads
         self._lock = threading.RLock()
@@ -127,20 +128,19 @@ class Progress:
 
     def count(self, counts: int, limit: float = 0.0, ends_job: bool = False) -> None:
         """Says what is counted. Once it is steps, executions no longer count. The shortest limit holds."""
-        words, given = self.page.words, round(min(limit, 1e9) * 1e9)  # fits into a word
+        words = self.page.words
         with self._lock:
-            if counts != self._counts:
-                self._counts, self._begun, self._ended, self._returned = counts, 0, 0, []
-                words.started, words.completed, words.completed_at = 0, 0, time.monotonic_ns()
-            words.limit = min(given, words.limit or given)
+            if counts != words.counts:
+                self._ended, self._returned = 0, []
+                words.started, words.completed, words.completed_at = 0, 0, time.monotonic()
+            words.limit = min(limit, words.limit or limit)
             words.ends_job |= ends_job
             words.counts = counts
 
     def begin(self, name: str) -> None:
         with self._lock:
-            self._begun += 1
             self.page.words.function = page.cut(name)
-            self.page.words.started = self._begun
+            self.page.words.started += 1
 
     def end(self, outputs: Sequence[Any]) -> None:
         """Notes that a step or an execution has returned.
@@ -151,32 +151,31 @@ class Progress:
             self._ended += 1
             if not outputs and self._returned:  # as after an exception: those before may not be there yet
                 outputs = self._returned[-1][1]
-            if self._counts == page.EXECUTIONS:
+            if self.page.words.counts == page.EXECUTIONS:
                 self.page.words.started = self._ended
                 self._returned.clear()  # it is enough to know that the newest is complete
             self._returned.append((self._ended, outputs))
 
     def _launched(self, results: Any) -> None:
-        if self._counts == page.EXECUTIONS:
+        if self.page.words.counts == page.EXECUTIONS:
             self.end(jax.tree.leaves(results))  # the caller may change what holds the arrays
 
     def _run(self) -> None:
-        comparison, limit = report.Comparison(), 0.0
-        while not self._end.wait(min(_LOOK_SECONDS, report.seconds_between_looks(limit))):
+        # Without a launcher this process watches itself.
+        process = _compat.distributed_process
+        watcher = Watcher(
+            num_hosts=1,
+            ask=lambda: watcher.places.update({process(): self._where()}),
+            log=lambda text: print(f"jax_ring: {text}", file=sys.stderr, flush=True),
+            fail=lambda *_: os._exit(1),  # the thread that hangs cannot raise
+        )
+        while not self._end.wait(min(_LOOK_SECONDS, seconds_between_looks(self.page.words.limit))):
             self._look()
-            if self.page.words.question == page.ASKED:
+            if self.page.words.asked:
                 self.page.answer(json.dumps(self._where()))
-            notes = self.page.read()
-            limit = notes.limit
-            if self._is_alone and limit and (verdict := comparison.look({0: notes}, time.monotonic(), limit)):
-                self.page.ask(0)
-                faulthandler.dump_traceback(self.page.file)
-                place = self._where()._replace(stacks=report.of_signal(self.page.behind()))
-                process = _compat.distributed_process()
-                own = {0: report.Member(process, f"process {process} (pid {os.getpid()})", None, notes, place)}
-                print(f"jax_ring: {report.text(verdict, own, limit, 'jax_ring.watch')}", file=sys.stderr, flush=True)
-                if notes.ends_job:
-                    os._exit(1)  # the thread that hangs cannot raise
+            if self._is_alone:
+                own = process(), f"process {process()} (pid {os.getpid()})", None, self.page.read()
+                watcher.take(0, "", [own], time.monotonic())
 
     def _stop(self) -> None:
         """Ends the thread: Python would end it within C++, and that the process."""
@@ -187,16 +186,16 @@ class Progress:
         """Notes the executions that are complete, and whether one is being launched."""
         is_launching = _runs(_compat.is_launch)
         with self._lock:
-            if self._counts == page.EXECUTIONS:
+            if self.page.words.counts == page.EXECUTIONS:
                 self.page.words.started = self._ended + is_launching
             left: list[tuple[int, Sequence[Any]]] = []
             for number, outputs in reversed(self._returned):
                 is_complete = are_ready(outputs)
-                if is_complete is None and not (left or is_launching) and self._counts == page.EXECUTIONS:
+                if is_complete is None and not (left or is_launching) and self.page.words.counts == page.EXECUTIONS:
                     is_complete = True  # not donated: the program has deleted them
                 if is_complete:
                     self.page.words.completed = number
-                    self.page.words.completed_at = time.monotonic_ns()
+                    self.page.words.completed_at = time.monotonic()
                     break
                 if is_complete is False or not left:
                     left.append((number, outputs))
@@ -207,7 +206,7 @@ class Progress:
             with self._lock:
                 if not self._compiling:
                     self.page.words.compiling = page.cut(str(kwargs.get("fun_name", "")))
-                    self.page.words.compiling_since = time.monotonic_ns()
+                    self.page.words.compiling_since = time.monotonic()
                 self._compiling.append((event, threading.get_ident()))
 
     def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -217,7 +216,7 @@ class Progress:
                 if not self._compiling:
                     self.page.words.compiling_since = 0
 
-    def _where(self) -> report.Place:
+    def _where(self) -> Place:
         """Where this process is."""
         notes = self.page.read()
         if notes.compiling_for:
@@ -228,7 +227,7 @@ class Progress:
             kind = "callback"
         else:
             kind = "device" if self._ended > notes.completed or _runs(_compat.is_launch) else "python"
-        return report.Place(kind, *_last_calls())
+        return Place(kind, *_last_calls(), readable(self.page.stacks()))
 
 
 @functools.cache

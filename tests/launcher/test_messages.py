@@ -14,11 +14,12 @@ from jax_ring.launcher.hosts.links import Link
 from jax_ring.launcher.hosts.messages import Answer, Hello, Message
 from jax_ring.launcher.shared import Needs
 from jax_ring.launcher.watching.page import Notes
-from jax_ring.launcher.watching.report import Member, Place
+from jax_ring.launcher.watching.report import Place
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
 GROUP = Group(3, (Host("a", "a:1", (0, 1)), Host("b", "", ())), "job")
+NOTES = Notes(1, 2.0, True, 5, 4, 0.1, 0.0, "step", "")
 VALUES = {
     "alive": [(1.5, None), (1.5, 2.5)],
     "answer": [Answer("id", True, False, 3, True)],
@@ -43,7 +44,8 @@ VALUES = {
     "failed": [(Failure("rank 1", 1, "failed"), False), (Failure("rank 1", 1, "failed", 7, caused_by=-1), True)],
     "exited": [(0, "rank 0")],
     "left": [(0, "rank 0 has left")],
-    "progress": [(7, Member(1, "rank 1", None, Notes())), (7, Member(1, "rank 1", 0, Notes(1, 2.0), Place("python")))],
+    "progress": [((1, "rank 1", None, NOTES), (2, "rank 2", 0, NOTES))],
+    "place": [(1, Place("python"))],
     "signalled": [End("received SIGINT", signal.SIGINT, 10.0)],
     "ended": [True],
 }  # fmt: skip

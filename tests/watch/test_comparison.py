@@ -1,13 +1,15 @@
 """Which processes are stuck, by the notes of all, without processes and clocks."""
 
 import os
+import re
 
 import pytest
 
 from jax_ring.launcher.watching import page as pages
 from jax_ring.launcher.watching import report
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes, Page
-from jax_ring.launcher.watching.report import Comparison, Member, Place, Verdict
+from jax_ring.launcher.watching.report import Member, Place, Report
+from jax_ring.launcher.watching.watcher import Watcher
 
 pytestmark = pytest.mark.one_pair  # Python's own
 
@@ -18,31 +20,53 @@ def note(started, completed, *, counts=STEPS, compiling=0.0, function="train"):
     return Notes(counts, LIMIT, False, started, completed, 1.0, compiling, function)
 
 
-class Looks(Comparison):
-    """A comparison at looks one second apart."""
+class Looks(Watcher):
+    """A watcher that is told four times a second.
 
-    def __init__(self):
-        super().__init__()
-        self.now = 0.0
+    answers: whether processes say where they are as soon as they are asked.
+    """
 
-    def at(self, *notes, times=1, ended=()):
-        """The verdicts of looks at the same notes."""
-        found = []
-        for _ in range(times):
+    def __init__(self, num_hosts=1, answers=True):
+        super().__init__(
+            num_hosts, self.ask, lambda text: self.said.append(text), lambda *failed: self.said.append(failed)
+        )
+        self.now, self.said, self.asked, self.answers = 0.0, [], 0, answers
+
+    def ask(self):
+        self.asked += 1
+        if self.answers:
+            self.places.update({rank: Place("python") for rank in range(10)})
+
+    def at(self, *notes, times=1, ended=(), hosts=None):
+        """What it reports within so many seconds: first steps that are not completed, and ranks.
+
+        hosts: those that tell, with a process each; None for one with all processes. ended: of processes that have.
+        """
+        self.said.clear()
+        told = [[rank, f"rank {rank}", None, each] for rank, each in enumerate(notes)]
+        told += [[9 - rank, "ended", 0, each] for rank, each in enumerate(ended)]
+        for _ in range(4 * times):
             # A step of the clock may be no longer than two looks should take.
-            for _ in range(4):
-                self.now += 0.25
-                found.append(self.look(dict(enumerate(notes)), self.now, LIMIT, ended))
-        return [verdict for verdict in found if verdict]
+            self.now += 0.25
+            if hosts is None:
+                self.take(0, "", told, self.now)
+            for host in hosts or ():
+                self.take(host, f" of host {host}", [told[host]], self.now)
+        return [verdict(text) for text in self.said]
+
+
+def verdict(text):
+    step = re.search(r"not completed step (\d+)", text)
+    return int(step[1]) if step else None, tuple(map(int, re.findall(r"^  rank (\d+)", text, re.MULTILINE)))
 
 
 def test_once_until_they_go_on():
     notes = note(12, 11), note(11, 11), note(12, 11)
     assert Looks().at(*notes, times=3) == []
     looks = Looks()
-    assert looks.at(*notes, times=20) == [Verdict(12, (0, 1, 2))]
+    assert looks.at(*notes, times=20) == [(12, (0, 1, 2))]
     assert looks.at(*notes[:2], note(13, 12), times=20) == []
-    assert looks.at(*[note(14, 13)] * 3, times=20) == [Verdict(14, (0, 1, 2))]
+    assert looks.at(*[note(14, 13)] * 3, times=20) == [(14, (0, 1, 2))]
 
 
 def test_no_alarm():
@@ -61,28 +85,64 @@ def test_no_alarm():
 
 
 def test_time_in_which_the_launcher_could_not_run_does_not_count():
-    comparison = Comparison()
+    looks = Looks()
     for now in (1.0, 1000.0, 2000.0):
-        assert comparison.look({0: note(1, 0)}, now, LIMIT) is None
+        looks.take(0, "", [[0, "rank 0", None, note(1, 0)]], now)
+    assert looks.said == []
+
+
+def test_they_are_asked_where_they_are():
+    """Once. It is not reported if they go on before all have answered."""
+    looks = Looks(answers=False)
+    stuck = note(2, 1), note(1, 1)
+    assert looks.at(*stuck, times=20) == []
+    looks.places[0] = Place("device")
+    assert looks.at(*stuck, times=20) == []
+    assert looks.asked == 1
+    assert looks.at(note(2, 2), note(2, 2)) == []
+    stuck = note(3, 2), note(2, 2)
+    assert looks.at(*stuck, times=20) == []
+    assert looks.asked == 2
+    assert looks.places == {}
+    looks.places |= {0: Place("device"), 1: Place("python")}
+    assert looks.at(*stuck, times=20) == [(3, (1, 0))]
+
+
+def test_while_a_host_is_silent_the_clock_stands_still():
+    looks = Looks(num_hosts=2)
+    stuck = note(2, 1), note(1, 1)
+    assert looks.at(*stuck, times=20, hosts=[0]) == looks.at(*stuck, hosts=[0, 1]) == []
+    assert looks.at(*stuck, times=20, hosts=[1]) == []
+    assert looks.at(*stuck, hosts=[0, 1]) == [(2, (0, 1))]
+    assert "rank 1 of host 1: in Python" in looks.said[0]
+
+
+def test_a_long_compilation():
+    looks = Looks()
+    for _ in range(2):
+        looks.at(note(1, 0, compiling=LIMIT - 1))
+        assert looks.said == []
+        looks.at(note(1, 0, compiling=LIMIT + 1), times=5)
+        assert looks.said == ["rank 0 has been compiling a program for 4 s"]
 
 
 def test_those_who_hang_a_little_later_are_named_as_well():
     """One could not note that it had completed step 11."""
     looks = Looks()
     assert looks.at(note(11, 10), note(11, 10), times=1) == []
-    assert looks.at(note(12, 11), note(11, 10), times=20) == [Verdict(11, (0, 1))]
+    assert looks.at(note(12, 11), note(11, 10), times=20) == [(11, (0, 1))]
     # A third one has other things to do, and goes on.
     looks = Looks()
     for step in range(20):
         found = looks.at(note(52, 51), note(51, 51), note(step, step))
-        assert found == ([Verdict(52, (0, 1))] if step == 3 else [])
+        assert found == ([(52, (0, 1))] if step == 3 else [])
 
 
 def test_one_that_has_exited_is_still_ahead():
     def found(ended, *notes):
         return Looks().at(*notes, times=20, ended=[ended])
 
-    assert found(note(5, 5), note(3, 3)) == [Verdict(4, (0,))]
+    assert found(note(5, 5), note(3, 3)) == [(4, (0,))]
     assert found(note(5, 5), note(5, 5)) == found(note(5, 5), note(7, 7)) == []
     assert found(note(5, 5, counts=EXECUTIONS), note(3, 3)) == []
 
@@ -91,30 +151,30 @@ def test_a_compilation_stops_the_clock():
     looks = Looks()
     assert looks.at(note(1, 0), note(1, 0, compiling=1.0), times=100) == []
     assert looks.at(note(1, 0), note(1, 0), times=3) == []
-    assert looks.at(note(1, 0), note(1, 0), times=1) == [Verdict(1, (0, 1))]
+    assert looks.at(note(1, 0), note(1, 0), times=1) == [(1, (0, 1))]
 
 
 def test_one_that_has_not_come_to_the_first_step():
-    assert Looks().at(note(1, 0), note(0, 0, counts=0), times=5) == [Verdict(1, (0, 1))]
+    assert Looks().at(note(1, 0), note(0, 0, counts=0), times=5) == [(1, (0, 1))]
 
 
 def test_executions_have_no_common_numbers():
     waits, idle = note(70, 69, counts=EXECUTIONS), note(40, 40, counts=EXECUTIONS)
-    assert Looks().at(waits, idle, times=20) == [Verdict(None, (0, 1))]
+    assert Looks().at(waits, idle, times=20) == [(None, (0, 1))]
     assert Looks().at(idle, idle, times=20) == []
 
 
 def test_the_report():
     """Names the step by the function that is behind, whose processes come first; those that wait for it come last."""
     members = {
-        0: Member(0, "rank 0 (pid 1)", None, note(6, 4, function="evaluate"), Place("device", table="a table\n")),
-        1: Member(1, "rank 1 (pid 2)", None, note(4, 4), Place("python", "a call", "", "MainThread:\n  stack")),
-        2: Member(2, "rank 2 (pid 3)", None, note(5, 4), Place(stacks="MainThread:\n  of a signal")),
-        3: Member(3, "rank 3 (pid 4)", 0, note(6, 6)),
-        4: Member(4, "rank 4 (pid 5)", None, note(0, 0, counts=0), Place("stopped")),
+        0: Member("rank 0 (pid 1)", None, note(6, 4, function="evaluate"), Place("device", table="a table\n")),
+        1: Member("rank 1 (pid 2)", None, note(4, 4), Place("python", "a call", "", "MainThread:\n  stack")),
+        2: Member("rank 2 (pid 3)", None, note(5, 4), Place(stacks="MainThread:\n  of a signal")),
+        3: Member("rank 3 (pid 4)", 0, note(6, 6)),
+        4: Member("rank 4 (pid 5)", None, note(0, 0, counts=0), Place("stopped")),
     }
-    verdict = Verdict(5, (0, 1, 2, 4))
-    assert report.text(verdict, members, 8.0, "jax_ring.watch").splitlines() == [
+    found = Report(5, (0, 1, 2, 4), members)
+    assert found.text(8.0, "jax_ring.watch").splitlines() == [
         "ranks 0, 1, 2, 4 have not completed step 5 (train) within 8 s (jax_ring.watch)",
         "  rank 1 (pid 2): in Python; began 4 steps, completed 4, the last 1.0 s ago",
         "      last call of jax_ring: a call",
@@ -130,12 +190,12 @@ def test_the_report():
         "",
         "a table",
     ]
-    assert report.blamed(verdict, members) == {
+    assert found.blamed() == {
         1: "is stuck in step 5 (train): in Python",
         2: "is stuck in step 5 (train): in Python",
         4: "is stuck in step 5 (train): stopped",
     }
-    assert report.blamed(Verdict(5, (0,)), members) == {0: "is stuck in step 5 (train): in the device's program"}
+    assert found._replace(behind=(0,)).blamed() == {0: "is stuck in step 5 (train): in the device's program"}
 
 
 def test_stacks_of_a_signal():
@@ -151,7 +211,7 @@ Current thread 0x03 (most recent call first):
   File "{report._CALLERS[0]}/progress/watch.py", line 1 in watched
   File "/nowhere/train.py", line 2 in <module>
 """
-    assert [line for line in report.of_signal(stacks).splitlines() if line.strip()] == [
+    assert [line for line in report.readable(stacks).splitlines() if line.strip()] == [
         "MainThread:",
         '  File "/nowhere/train.py", line 2, in <module>',
         f'  File "{__file__}", line 1, in inner',
@@ -159,7 +219,7 @@ Current thread 0x03 (most recent call first):
         "another thread:",
         '  File "/nowhere/load.py", line 7, in read',
     ]
-    assert report.of_signal("") == ""
+    assert report.readable("") == ""
 
 
 @pytest.fixture
@@ -178,13 +238,16 @@ def test_a_page(page):
     notes = same.read()
     assert (notes.counts, notes.started, notes.completed, notes.compiling_for) == (STEPS, 7, 0, 0)
     assert (notes.function, notes.compiling) == ("train", "x" + "é" * 511)  # no half letters
-    same.ask(pages.ASKED)
+    same.words.asked = True
     page.answer("here")
-    assert (same.words.question, same.behind()) == (pages.ANSWERED, "here")
-    same.ask(0)
+    assert (same.words.asked, same.behind()) == (False, "here")
+    page.answer("there")
+    assert same.behind() == "there"
+    same.clear()
     assert same.behind() == ""
     os.write(page.file, b"stacks")  # as Python does
     assert same.behind() == "stacks"
+    assert f'"{__file__}", line' in page.stacks()
     same.close()
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from jax_ring.launcher import events
 from jax_ring.launcher.hosts.groups import Register
 from jax_ring.launcher.hosts.messages import Message
-from jax_ring.launcher.watching.others import Others
 
 Send = Callable[[Message], None]
 
@@ -19,7 +18,6 @@ class Follower:
 
     Attributes:
       leads: whether this launcher leads, too.
-      others: what a launcher that leads knows of the processes of other hosts.
       asks_where: set if the launcher that leads asks where this host's processes are.
     """
 
@@ -27,7 +25,6 @@ class Follower:
         self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
         self._attempt = 0
         self.leads = False
-        self.others = Others(lambda kind, value: None)
         self.asks_where = asyncio.Event()
 
     def take(self, message: Message) -> None:
@@ -54,7 +51,3 @@ class Follower:
     def tell(self, kind: str, value: Any) -> None:
         """Sends a message to the launcher that leads, of a kind that `messages` has for it."""
         self._to_leader(Message(kind, value, self._attempt))
-
-    def lead(self, send: Callable[[str, Any], None]) -> None:
-        """This launcher leads. send: sends a kind of message, with its value, to all hosts."""
-        self.leads, self.others = True, Others(send)

@@ -3,12 +3,14 @@
 import asyncio
 import enum
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.events import NO_RANK, Blamed, ChangePending, End, Failure, Failures
 from jax_ring.launcher.hosts.groups import Group
 from jax_ring.launcher.shared import Shared
+from jax_ring.launcher.watching.watcher import Watcher
 
 
 class Phase(enum.Enum):
@@ -56,6 +58,14 @@ class Generation:
         self._is_change_pending = self._has_told_change = self._has_changed = False
         self._timers: list[asyncio.TimerHandle] = []
         self._doubt: asyncio.TimerHandle  # the last one that `_look_for_cause` has
+        self._watcher = Watcher(
+            num_hosts=len(group.hosts),
+            ask=lambda: self._send("where", True),
+            log=lambda text: shared.output.log(text),
+            fail=lambda rank, name, what: self._failed(Failure(name, rank, what), is_final=True),
+            watch=self._options.watch,
+            on_stuck=self._options.on_stuck,
+        )
 
     def close(self) -> None:
         """Decides nothing more."""
@@ -85,6 +95,11 @@ class Generation:
                 self._later(self._options.failure_grace, self._check_absent)
             case "left":
                 self._leaves(*value)
+            case "place":
+                rank, place = value
+                self._watcher.places[rank] = place
+            case "progress":
+                self._watcher.take(index, of_host, value, time.monotonic())
             case "ended":
                 self.ended.add(index)
 

@@ -52,7 +52,7 @@ class Leader:
         self.generation: Generation | None = None
         self._changed = asyncio.Event()
         self.follower = Follower(own.id, register, shared.queue, lambda message: self._hear(self._own, message))
-        self.follower.lead(self._send)
+        self.follower.leads = True
         self._own = Guest(None, self.follower.take, own, self._options.node_rank)
         self.guests = {own.id: self._own}
 
@@ -101,9 +101,7 @@ class Leader:
         elif kind == "gone":
             guest.gone = value
         elif self.generation is not None and index is not None and attempt == self.generation.group.number:
-            if kind == "progress":
-                self.follower.others.take(index, value)
-            elif kind == "enlisted":
+            if kind == "enlisted":
                 self._shared.needs = value
                 self._compare()
             elif kind == "signalled":
@@ -206,7 +204,6 @@ class Leader:
     def begin(self, group: Group, coordinator: str) -> Generation:
         """Starts a generation on all hosts."""
         self.generation = Generation(self._shared, group, group.index_of(self._own.host.id), self._send)
-        self.follower.others.forget()
         start = Message("start", (group, coordinator, self._shared.restarts))
         for host, guest in self.guests.items():
             guest.send(start if host in group.ids or guest is self._own else Message("started", group))

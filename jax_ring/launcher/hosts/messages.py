@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from jax_ring.launcher.events import Blamed, ChangePending, End, Failure, JobEnded
 from jax_ring.launcher.hosts.groups import Group, Host
 from jax_ring.launcher.shared import Needs
-from jax_ring.launcher.watching.report import Member
+from jax_ring.launcher.watching.page import Notes
+from jax_ring.launcher.watching.report import Place
 
 
 class Answer(NamedTuple):
@@ -62,7 +63,8 @@ _VALUES: dict[str, Any] = {
     "failed": tuple[Failure, bool],  # and whether the process has ended or is to
     "exited": tuple[int, str],  # with status 0: a rank, and the name of the process
     "left": tuple[int, str],  # a rank, and why
-    "progress": tuple[int, Member],  # the launcher's number of the process
+    "progress": tuple[tuple[int, str, int | None, Notes], ...],  # of each process its rank, name, status and notes
+    "place": tuple[int, Place],  # where a rank is
     "signalled": End,  # how this launcher ends its processes
     "ended": bool,  # none runs any more
 }

@@ -17,26 +17,25 @@ NAME = "jax_ring_steps"  # names the file
 PAGE_VARIABLE = "JAX_RING_STEPS"  # the file's descriptor in the process, and the process that has taken it
 STACKS_SIGNAL = signal.SIGRTMAX - 7  # one that programs have no use for
 STEPS, EXECUTIONS = 1, 2  # what a process counts; 0 for nothing
-ASKED, ANSWERED = 1, 2  # the question where a process is
 _TEXT_BYTES = 1024
 
 
 class Words(ctypes.Structure):
-    """What is in the page. Whoever reads an integer gets it as it was written: it is aligned, and one word.
+    """What is in the page. Whoever reads a number gets it as it was written: it is aligned, and one word.
 
-    Times are nanoseconds of the host's monotonic clock. A text ends at its first NUL, or with its field.
+    Times are seconds of the host's monotonic clock. A text ends at its first NUL, or with its field.
     """
 
     _fields_ = [
         ("counts", ctypes.c_int64),  # `STEPS`, `EXECUTIONS` or 0
-        ("limit", ctypes.c_int64),  # nanoseconds after which the process is stuck; 0 if it has none
+        ("limit", ctypes.c_double),  # seconds after which the process is stuck; 0 if it has none
         ("ends_job", ctypes.c_int64),  # whether the job ends then
         ("started", ctypes.c_int64),
         ("completed", ctypes.c_int64),
-        ("completed_at", ctypes.c_int64),  # when the last one was completed, or counting began
-        ("compiling_since", ctypes.c_int64),  # 0 if the process does not trace or compile
+        ("completed_at", ctypes.c_double),  # when the last one was completed, or counting began
+        ("compiling_since", ctypes.c_double),  # 0 if the process does not trace or compile
         ("has_handler", ctypes.c_int64),  # whether the process writes its stacks on the signal
-        ("question", ctypes.c_int64),  # `ASKED` by the launcher, `ANSWERED` by the process, or 0
+        ("asked", ctypes.c_int64),  # whether the launcher asks where the process is, which has not answered
         # Whether the processes of an elastic job are to leave at their next commit: the launcher says it.
         ("change_pending", ctypes.c_int64),
         ("function", ctypes.c_char * _TEXT_BYTES),  # the watched one that has begun last
@@ -53,17 +52,17 @@ def cut(text: str) -> bytes:
 
 
 class Notes(NamedTuple):
-    """What a process has noted."""
+    """What a process has noted: `Words` at one time, for launchers of other hosts too."""
 
-    counts: int = 0
-    limit: float = 0.0  # seconds after which it is stuck; 0 if it has none
-    ends_job: bool = False  # whether the job ends then
-    started: int = 0
-    completed: int = 0
-    completed_ago: float = 0.0  # seconds since the last one was completed, or counting began
-    compiling_for: float = 0.0  # seconds; 0 if it does not trace or compile
-    function: str = ""  # the watched one that it has begun last
-    compiling: str = ""  # what is compiled
+    counts: int
+    limit: float
+    ends_job: bool
+    started: int
+    completed: int
+    completed_ago: float  # seconds
+    compiling_for: float  # seconds; 0 if it does not
+    function: str
+    compiling: str = ""
 
 
 class Page:
@@ -71,12 +70,13 @@ class Page:
 
     def __init__(self, file: int) -> None:
         self.file = file
-        os.ftruncate(file, max(_SIZE, os.fstat(file).st_size))
         self.words = Words.from_buffer(mmap.mmap(file, _SIZE))
 
     @classmethod
     def new(cls) -> "Page":
-        return cls(os.memfd_create(NAME))
+        file = os.memfd_create(NAME)
+        os.ftruncate(file, _SIZE)
+        return cls(file)
 
     @classmethod
     def of_launcher(cls) -> "Page | None":
@@ -93,32 +93,37 @@ class Page:
         del self.words  # and with it the memory, which nothing else holds
         os.close(self.file)
 
-    def write_stacks_on_signal(self) -> None:
-        """Makes Python write the stacks of all threads behind the page, also while one holds its lock."""
-        faulthandler.register(STACKS_SIGNAL, file=self.file, all_threads=True)
-        self.words.has_handler = True
+    def read(self) -> Notes:
+        words = self.words
+        completed_at, compiling_since = words.completed_at, words.compiling_since
+        now = time.monotonic()  # after both
+        return Notes(
+            words.counts, words.limit, bool(words.ends_job), words.started, words.completed,
+            now - completed_at, compiling_since and now - compiling_since,
+            words.function.decode(errors="ignore"), words.compiling.decode(errors="ignore"),  # may be cut in a letter
+        )  # fmt: skip
 
-    def answer(self, text: str) -> None:
-        os.pwrite(self.file, text.encode(errors="replace"), _SIZE)
-        self.words.question = ANSWERED
+    # ---- Behind the page ---------------------------------------------------------------------------------------------
 
-    def ask(self, question: int) -> None:
-        """Forgets what is behind the page. question: `ASKED`, or 0 for stacks, which the signal brings."""
-        self.words.question = question
+    def clear(self) -> None:
         os.ftruncate(self.file, _SIZE)
         os.lseek(self.file, _SIZE, os.SEEK_SET)  # where Python writes: the offset is one for both processes
 
     def behind(self) -> str:
-        """What the process has written behind the page."""
-        size = os.fstat(self.file).st_size - _SIZE
-        return os.pread(self.file, max(size, 0), _SIZE).decode(errors="replace")
+        return os.pread(self.file, os.fstat(self.file).st_size, _SIZE).decode(errors="replace")
 
-    def read(self) -> Notes:
-        words = self.words
-        completed_at, compiling_since = words.completed_at, words.compiling_since
-        now = time.monotonic_ns()  # after both
-        return Notes(
-            words.counts, words.limit / 1e9, bool(words.ends_job), words.started, words.completed,
-            (now - completed_at) / 1e9, compiling_since and (now - compiling_since) / 1e9,
-            words.function.decode(errors="ignore"), words.compiling.decode(errors="ignore"),  # may be cut in a letter
-        )  # fmt: skip
+    def answer(self, text: str) -> None:
+        self.clear()
+        os.write(self.file, text.encode())
+        self.words.asked = False
+
+    def stacks(self) -> str:
+        """Those of all threads of this process, as Python writes them."""
+        self.clear()
+        faulthandler.dump_traceback(self.file)
+        return self.behind()
+
+    def write_stacks_on_signal(self) -> None:
+        """Makes Python write them also while a thread holds its lock."""
+        faulthandler.register(STACKS_SIGNAL, file=self.file, all_threads=True)
+        self.words.has_handler = True
