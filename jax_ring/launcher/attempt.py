@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import dataclasses
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +115,7 @@ class Attempt:
         return [process for process in self.processes.values() if process.status is None]
 
     def _failed(self, failure: Failure, *, is_final: bool = True) -> None:
-        self._follower.tell("failed", [dataclasses.asdict(failure), is_final])
+        self._follower.tell("failed", [failure, is_final])
 
     def reap(self) -> None:
         """Finds exited processes, after SIGCHLD."""

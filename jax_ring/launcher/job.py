@@ -75,12 +75,10 @@ class Job:
         status = None
         while status is None:
             try:
-                address = await self._unless_signalled(self._search.found(), self._search.seconds_left())
-            except TimeoutError:
-                return self._failed(self._search.why_not())
+                address = await self._unless_signalled(self._search.found())
+                status = await (self._lead() if address is None else self._follow(address))
             except CannotGoOnError as error:
-                return self._failed(str(error), error.status)
-            status = await (self._lead() if address is None else self._follow(address))
+                status = self._failed(str(error), error.status)
         return status
 
     def _failed(self, reason: str, status: int = 1) -> int:
@@ -91,7 +89,7 @@ class Job:
 
     async def _lead(self) -> int | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
-        events.forget(self._shared.queue, but=events.Signalled)
+        events.forget(self._shared.queue)
         leader = self._search.lead()
         leading = asyncio.create_task(self._lead_generations(leader))
         leading.add_done_callback(lambda _: self._shared.queue.put_nowait(events.LeaderLost("")))
@@ -174,12 +172,10 @@ class Job:
 
     async def _follow(self, address: str) -> int | None:
         """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
-        events.forget(self._shared.queue, but=events.Signalled)  # before that one may say anything
+        events.forget(self._shared.queue)  # before that one may say anything
         try:
             follower = await self._unless_signalled(self._search.follow(address))
             return await self._followed(follower) if follower is not None else None
-        except CannotGoOnError as error:
-            return self._failed(str(error), error.status)
         finally:
             await self._search.leave()
 
@@ -192,7 +188,7 @@ class Job:
             except TimeoutError:
                 if self._options.hosts_change and not follower.leads:
                     await self._unless_signalled(self._search.ask())
-                    follower.tell_gone(self._search.gone())
+                    follower.tell("gone", self._search.gone())
                 continue
             match event:
                 case events.Signalled(signum):
@@ -226,7 +222,7 @@ class Job:
         return await signals.unless_signalled(self._shared.queue, waiting, seconds)
 
     def _signalled(self, signum: int) -> None:
-        self._shared.queue.put_nowait(events.Signalled(signum))
+        self._shared.queue.put_nowait(events.Signalled(signal.Signals(signum)))
 
     def _pass_on(self, signum: int) -> None:
         if self._attempt is not None:

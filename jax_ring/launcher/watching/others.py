@@ -13,10 +13,10 @@ _NEWS_SECONDS = 2.5  # without news of a host for so long, nothing is known of i
 class Others:
     """The processes of other hosts in a generation, for the launcher that leads.
 
-    send: sends a message of this generation to a host, or to all.
+    send: sends a kind of message of this generation, with its value, to all hosts.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any], int | None], None]) -> None:
+    def __init__(self, send: Callable[[str, Any], None]) -> None:
         self._send = send
         self.told: dict[Any, Member] = {}  # by the host, and its launcher's number of the process
         self._heard: dict[int, float] = {}  # by host
@@ -41,5 +41,5 @@ class Others:
     def ask(self) -> bool:
         """Asks where the processes are, unless there are none."""
         self.told = {key: each._replace(place=None) for key, each in self.told.items()}
-        self._send({"where": True}, None)
+        self._send("where", True)
         return bool(self.told)

@@ -1,7 +1,6 @@
 """Reads the pages of a job's processes, and reports once when some no longer go on."""
 
 import asyncio
-import dataclasses
 import json
 import time
 from collections.abc import Hashable, Mapping
@@ -82,7 +81,7 @@ class Watcher:
         if (self._options.on_stuck or given) == "end":
             for number, what in report.blamed(verdict, members).items():
                 failure = events.Failure(members[number].name, members[number].rank, what)
-                self._follower.tell("failed", [dataclasses.asdict(failure), True])
+                self._follower.tell("failed", [failure, True])
 
     async def _ask(self) -> dict[Hashable, Place]:
         """Where the processes are: by their own word or by Python's stacks."""
