@@ -57,7 +57,9 @@ class Checkpoints:
             items["arrays"] = ocp.args.StandardRestore()
         with self._manager() as manager:
             restored = manager.restore(number, args=ocp.args.Composite(**items))
-        snapshot, _ = Snapshot.of_header(str(restored["header"].get("json")).encode(), str(folder))
+        snapshot, sections = Snapshot.of_header(str(restored["header"].get("json")).encode(), str(folder))
+        if snapshot.num_parts or sections != [UNDIVIDED]:
+            raise RuntimeError(f"State(directory=...): {folder} is damaged: it has parts of leaves")
         found = restored.get("arrays") or {}
         arrays = snapshot.arrays[UNDIVIDED] = []
         for leaf in snapshot.leaves:

@@ -1,6 +1,7 @@
 """A generation as its members see it: who they are, on which hosts, and how they exchange bytes."""
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 
@@ -31,22 +32,21 @@ class HostsOfProcesses:
     """
 
     def __init__(self, firsts: tuple[int, ...], count: int) -> None:
-        self._firsts, self._count = firsts, count
+        self._hosts, self._count = [range(*ends) for ends in itertools.pairwise((*firsts, count))], count
 
     @property
     def has_several_hosts(self) -> bool:
-        return len(self._firsts) > 1
+        return len(self._hosts) > 1
 
     def first_beside(self, process: int) -> int:
         """The first process on the host of a process."""
-        return max(first for first in self._firsts if first <= process)
+        return next(host.start for host in self._hosts if process in host)
 
     def keeper(self, owner: int) -> int:
         """The process on the next host that keeps a copy of a process's parts; on one host the process itself."""
-        host = max(h for h, first in enumerate(self._firsts) if first <= owner)
-        begin = self._firsts[(host + 1) % len(self._firsts)]
-        end = ([*self._firsts, self._count])[(host + 1) % len(self._firsts) + 1]
-        return begin + (owner - self._firsts[host]) % (end - begin)
+        index, own = next((index, host) for index, host in enumerate(self._hosts) if owner in host)
+        following = self._hosts[(index + 1) % len(self._hosts)]
+        return following[own.index(owner) % len(following)]
 
     def kept_by(self, process: int) -> list[int]:
         """The processes of whose parts it keeps copies."""

@@ -118,6 +118,7 @@ class Job:
         try:
             while (group := await self._search.formed(leader)) is not None:
                 outcome = await self._generation(leader, group)
+                self._search.had_enough()
                 if self._is_stopped:
                     return
                 if outcome.status == 0 or not await self._goes_on(leader, group, outcome):

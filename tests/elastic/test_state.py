@@ -285,6 +285,8 @@ def test_damaged_checkpoints_are_refused(tmp_path):
         ("float64", "float32", "is damaged: it has float64"),
         ("['w']", "['v']", "is damaged: it has object"),
         ("processes", "process", "is damaged, or of another version of jax_ring: it is no header"),
+        ("[-1]", "[]", "is damaged: it has parts of leaves"),
+        ("[3]", '[3], "boxes": [[[[0, 3]]]]'.replace('"', '\\"'), "is damaged: it has parts of leaves"),
     ):
         assert old in text
         header.write_text(text.replace(old, new))
