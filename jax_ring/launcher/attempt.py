@@ -40,7 +40,7 @@ class Attempt:
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
-        telling = tell_progress(self.processes, self._follower, self._options.watch)
+        telling = tell_progress(self.processes, self._follower)
         watching = [asyncio.create_task(each) for each in (telling, self._watch_stopped())]
         for task in watching:
             task.add_done_callback(self._unwatched)

@@ -20,9 +20,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.launcher.watching import page
-from jax_ring.launcher.watching.report import Place, readable
-from jax_ring.launcher.watching.watcher import Watcher, seconds_between_looks
+from jax_ring.launcher.watching import page, report
+from jax_ring.launcher.watching.watcher import Watcher
 from jax_ring.options import check_choice
 
 OnStuck = Literal["report", "end"]
@@ -169,13 +168,13 @@ class Progress:
             log=lambda text: print(f"jax_ring: {text}", file=sys.stderr, flush=True),
             fail=lambda *_: os._exit(1),  # the thread that hangs cannot raise
         )
-        while not self._end.wait(min(_LOOK_SECONDS, seconds_between_looks(self.page.words.limit))):
+        while not self._end.wait(_LOOK_SECONDS):
             self._look()
             if self.page.words.asked:
                 self.page.answer(json.dumps(self._where()))
             if self._is_alone:
-                own = process(), f"process {process()} (pid {os.getpid()})", None, self.page.read()
-                watcher.take(0, "", [own], time.monotonic())
+                notes = self.page.read()._replace(name=f"process {process()} (pid {os.getpid()})")
+                watcher.take(0, "", [(process(), notes)], time.monotonic())
 
     def _stop(self) -> None:
         """Ends the thread: Python would end it within C++, and that the process."""
@@ -216,18 +215,20 @@ class Progress:
                 if not self._compiling:
                     self.page.words.compiling_since = 0
 
-    def _where(self) -> Place:
+    def _where(self) -> report.Place:
         """Where this process is."""
         notes = self.page.read()
         if notes.compiling_for:
-            kind = "compilation"
+            kind = report.COMPILATION
         elif notes.completed == notes.started:
-            kind = "python"
+            kind = report.PYTHON
         elif _runs(_compat.is_callback):
-            kind = "callback"
+            kind = report.CALLBACK
+        elif self._ended > notes.completed or _runs(_compat.is_launch):
+            kind = report.DEVICE
         else:
-            kind = "device" if self._ended > notes.completed or _runs(_compat.is_launch) else "python"
-        return Place(kind, *_last_calls(), readable(self.page.stacks()))
+            kind = report.PYTHON
+        return report.Place(kind, *_last_calls(), report.readable(self.page.stacks()))
 
 
 @functools.cache

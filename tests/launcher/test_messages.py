@@ -44,7 +44,7 @@ VALUES = {
     "failed": [(Failure("rank 1", 1, "failed"), False), (Failure("rank 1", 1, "failed", 7, caused_by=-1), True)],
     "exited": [(0, "rank 0")],
     "left": [(0, "rank 0 has left")],
-    "progress": [((1, "rank 1", None, NOTES), (2, "rank 2", 0, NOTES))],
+    "progress": [((1, NOTES), (2, NOTES._replace(status=0)))],
     "place": [(1, Place("python"))],
     "signalled": [End("received SIGINT", signal.SIGINT, 10.0)],
     "ended": [True],

@@ -8,7 +8,7 @@ import pytest
 from jax_ring.launcher.watching import page as pages
 from jax_ring.launcher.watching import report
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes, Page
-from jax_ring.launcher.watching.report import Member, Place, Report
+from jax_ring.launcher.watching.report import Place, Report
 from jax_ring.launcher.watching.watcher import Watcher
 
 pytestmark = pytest.mark.one_pair  # Python's own
@@ -35,7 +35,7 @@ class Looks(Watcher):
     def ask(self):
         self.asked += 1
         if self.answers:
-            self.places.update({rank: Place("python") for rank in range(10)})
+            self.places.update({rank: Place(report.PYTHON) for rank in range(10)})
 
     def at(self, *notes, times=1, ended=(), hosts=None):
         """What it reports within so many seconds: first steps that are not completed, and ranks.
@@ -43,8 +43,8 @@ class Looks(Watcher):
         hosts: those that tell, with a process each; None for one with all processes. ended: of processes that have.
         """
         self.said.clear()
-        told = [[rank, f"rank {rank}", None, each] for rank, each in enumerate(notes)]
-        told += [[9 - rank, "ended", 0, each] for rank, each in enumerate(ended)]
+        told = [[rank, each._replace(name=f"rank {rank}")] for rank, each in enumerate(notes)]
+        told += [[9 - rank, each._replace(status=0)] for rank, each in enumerate(ended)]
         for _ in range(4 * times):
             # A step of the clock may be no longer than two looks should take.
             self.now += 0.25
@@ -87,7 +87,7 @@ def test_no_alarm():
 def test_time_in_which_the_launcher_could_not_run_does_not_count():
     looks = Looks()
     for now in (1.0, 1000.0, 2000.0):
-        looks.take(0, "", [[0, "rank 0", None, note(1, 0)]], now)
+        looks.take(0, "", [[0, note(1, 0)]], now)
     assert looks.said == []
 
 
@@ -96,7 +96,7 @@ def test_they_are_asked_where_they_are():
     looks = Looks(answers=False)
     stuck = note(2, 1), note(1, 1)
     assert looks.at(*stuck, times=20) == []
-    looks.places[0] = Place("device")
+    looks.places[0] = Place(report.DEVICE)
     assert looks.at(*stuck, times=20) == []
     assert looks.asked == 1
     assert looks.at(note(2, 2), note(2, 2)) == []
@@ -104,15 +104,15 @@ def test_they_are_asked_where_they_are():
     assert looks.at(*stuck, times=20) == []
     assert looks.asked == 2
     assert looks.places == {}
-    looks.places |= {0: Place("device"), 1: Place("python")}
+    looks.places |= {0: Place(report.DEVICE), 1: Place(report.PYTHON)}
     assert looks.at(*stuck, times=20) == [(3, (1, 0))]
 
 
 def test_while_a_host_is_silent_the_clock_stands_still():
     looks = Looks(num_hosts=2)
     stuck = note(2, 1), note(1, 1)
-    assert looks.at(*stuck, times=20, hosts=[0]) == looks.at(*stuck, hosts=[0, 1]) == []
-    assert looks.at(*stuck, times=20, hosts=[1]) == []
+    assert looks.at(*stuck, times=20, hosts=[0]) == looks.at(*stuck, times=2, hosts=[0, 1]) == []
+    assert looks.at(*stuck, times=20, hosts=[1]) == looks.at(*stuck, hosts=[0, 1]) == []
     assert looks.at(*stuck, hosts=[0, 1]) == [(2, (0, 1))]
     assert "rank 1 of host 1: in Python" in looks.said[0]
 
@@ -166,14 +166,20 @@ def test_executions_have_no_common_numbers():
 
 def test_the_report():
     """Names the step by the function that is behind, whose processes come first; those that wait for it come last."""
-    members = {
-        0: Member("rank 0 (pid 1)", None, note(6, 4, function="evaluate"), Place("device", table="a table\n")),
-        1: Member("rank 1 (pid 2)", None, note(4, 4), Place("python", "a call", "", "MainThread:\n  stack")),
-        2: Member("rank 2 (pid 3)", None, note(5, 4), Place(stacks="MainThread:\n  of a signal")),
-        3: Member("rank 3 (pid 4)", 0, note(6, 6)),
-        4: Member("rank 4 (pid 5)", None, note(0, 0, counts=0), Place("stopped")),
+    notes = {
+        0: note(6, 4, function="evaluate")._replace(name="rank 0 (pid 1)"),
+        1: note(4, 4)._replace(name="rank 1 (pid 2)"),
+        2: note(5, 4)._replace(name="rank 2 (pid 3)"),
+        3: note(6, 6)._replace(name="rank 3 (pid 4)", status=0),
+        4: note(0, 0, counts=0)._replace(name="rank 4 (pid 5)"),
     }
-    found = Report(5, (0, 1, 2, 4), members)
+    places = {
+        0: Place(report.DEVICE, table="a table\n"),
+        1: Place(report.PYTHON, "a call", "", "MainThread:\n  stack"),
+        2: Place(stacks="MainThread:\n  of a signal"),
+        4: Place(report.STOPPED),
+    }
+    found = Report(5, (0, 1, 2, 4), notes, places)
     assert found.text(8.0, "jax_ring.watch").splitlines() == [
         "ranks 0, 1, 2, 4 have not completed step 5 (train) within 8 s (jax_ring.watch)",
         "  rank 1 (pid 2): in Python; began 4 steps, completed 4, the last 1.0 s ago",

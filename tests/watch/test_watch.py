@@ -367,7 +367,7 @@ begun.wait()
 time.sleep(0.5)
 now = progress().page.read()
 assert now.started == notes.started + 1 == now.completed + 1, now
-assert progress()._where().kind == "callback"
+assert progress()._where().kind == "in a callback of the device's program"
 go_on.set()
 thread.join()
 completed(notes.started + 1)

@@ -52,7 +52,7 @@ def cut(text: str) -> bytes:
 
 
 class Notes(NamedTuple):
-    """What a process has noted: `Words` at one time, for launchers of other hosts too."""
+    """What is known of a process: `Words` at one time, and what its launcher adds."""
 
     counts: int
     limit: float
@@ -63,6 +63,8 @@ class Notes(NamedTuple):
     compiling_for: float  # seconds; 0 if it does not
     function: str
     compiling: str = ""
+    name: str = ""
+    status: int | None = None  # None while it runs
 
 
 class Page:

@@ -7,33 +7,29 @@ from collections.abc import Mapping
 
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process
-from jax_ring.launcher.watching import watcher
-from jax_ring.launcher.watching.page import STACKS_SIGNAL
-from jax_ring.launcher.watching.report import Place, readable
+from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
+from jax_ring.launcher.watching.report import STOPPED, Place, readable
+from jax_ring.launcher.watching.watcher import LOOK_SECONDS
 
 # A process whose threads can run answers at once. Any writes its stacks on a signal, by Python's handler.
 _POLLS, _POLL_SECONDS = 40, 0.05
 _SIGNAL_SECONDS = 0.5
 
 
-async def tell_progress(processes: Mapping[int, Process], follower: Follower, watch: float | None) -> None:
-    """Tells how far processes are, and when asked where, until it is cancelled.
-
-    processes: more are added. watch: replaces the limit that they give.
-    """
-    limit = 0.0
+async def tell_progress(processes: Mapping[int, Process], follower: Follower) -> None:
+    """Tells how far these processes are, and when asked where, until it is cancelled."""
     while True:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(follower.asks_where.wait(), watcher.seconds_between_looks(limit))
+            await asyncio.wait_for(follower.asks_where.wait(), LOOK_SECONDS)
             follower.asks_where.clear()
-            await asyncio.gather(*(_tell_place(each, follower) for each in processes.values() if each.status is None))
-        told = [(each.rank, each.name, each.status, each.page.read()) for each in processes.values()]
-        follower.tell("progress", told)
-        limit = watcher.limit_of([notes for _, _, status, notes in told if status is None], watch)
+            running = [process for process in processes.values() if process.status is None]
+            for process, place in zip(running, await asyncio.gather(*map(_place, running)), strict=True):
+                follower.tell("place", [process.rank, place])  # stacks are long: each has a message of its own
+        follower.tell("progress", [(each.rank, _notes(each)) for each in processes.values()])
 
 
-async def _tell_place(process: Process, follower: Follower) -> None:
-    follower.tell("place", [process.rank, await _place(process)])
+def _notes(process: Process) -> Notes:
+    return process.page.read()._replace(name=process.name, status=process.status)
 
 
 async def _place(process: Process) -> Place:
@@ -47,7 +43,7 @@ async def _place(process: Process) -> Place:
     page.words.asked = False
     page.clear()
     if process.is_stopped():
-        return Place("stopped")
+        return Place(STOPPED)
     if page.words.has_handler:  # without one, the signal would end it
         process.send(STACKS_SIGNAL, to_descendants=False)
         await asyncio.sleep(_SIGNAL_SECONDS)
