@@ -173,7 +173,7 @@ class Progress:
             if self.page.words.asked:
                 self.page.answer(json.dumps(self._where()))
             if self._is_alone:
-                notes = self.page.read()._replace(name=f"process {process()} (pid {os.getpid()})")
+                notes = self.page.read(f"process {process()} (pid {os.getpid()})")
                 watcher.take(0, "", [(process(), notes)], time.monotonic())
 
     def _stop(self) -> None:
