@@ -105,14 +105,9 @@ class _Ranks(ProcessGroup):
         server = rank.load_file("coordinator/server.py")
         assert server.__file__ is not None
         self._service = subprocess.Popen(
-            [sys.executable, "-P", server.__file__],
+            [sys.executable, "-P", server.__file__, self.address, str(job.num_processes)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        assert self._service.stdin is not None
-        self._service.stdin.write(
-            json.dumps({"address": self.address, "num_processes": job.num_processes}).encode() + b"\n"
-        )
-        self._service.stdin.flush()
         memory = {self._protocol.MEMORY_VARIABLE: self._memory}
         try:
             for number in range(job.num_processes):

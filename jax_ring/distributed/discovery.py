@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -22,7 +22,8 @@ from jax_ring.distributed import exit_notice
 from jax_ring.launcher import protocol
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
-_SEPARATOR = "\0"  # of the fields of a published host
+
+T = TypeVar("T")  # what a process has published
 
 
 class _Host(NamedTuple):
@@ -57,65 +58,69 @@ class Gpus(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes) -> "Gpus":
         own, severed, why_not = json.loads(data)
-        pairs = frozenset((Identity(*one), Identity(*other)) for one, other in severed)
-        return cls(tuple(Identity(*gpu) for gpu in own), pairs, why_not)
+        pairs = frozenset((_of_texts(Identity, one), _of_texts(Identity, other)) for one, other in severed)
+        return cls(tuple(_of_texts(Identity, gpu) for gpu in own), pairs, str(why_not))
+
+
+def _of_texts(kind: Any, found: Any) -> Any:
+    """A named tuple of what a process has published. Raises ValueError if that is no list of its texts."""
+    if type(found) is not list or [*map(type, found)] != [str] * len(kind._fields):
+        raise ValueError(f"{found!r:.80} is no {kind.__name__}")
+    return kind(*found)
 
 
 class _Membership:
-    """This process in one distributed runtime; construction publishes its host, without blocking."""
+    """This process in one distributed runtime; construction publishes its host, without blocking.
 
-    def __init__(self, client: Any) -> None:
-        self.client = client  # tells a later runtime from this one
-        process = _compat.distributed_process()
-        self.hosts = {process: _Host(_own_host(), _own_memory(), socket.gethostname())}
-        self.gpus: dict[int, Gpus] = {}  # by process, including its own once published
+    What the others publish is here once it has come.
+    """
+
+    def __init__(self) -> None:
+        self.process = _compat.distributed_process()
+        self.hosts = {self.process: _Host(_own_host(), _own_memory(), socket.gethostname())}
+        self.gpus: dict[int, Gpus] = {}
         # Of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
-        put(_host_key(process), _SEPARATOR.join(self.hosts[process]).encode())
+        put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
         # The first process to publish a token wins. Shared resources are named after it, so other programs must not be
         # able to guess it.
         token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
-        runtime.join_processes(process, token, put, get)
+        runtime.join_processes(self.process, token, put, get)
         exit_notice.join()
 
-    def publish_gpus(self) -> None:
+    def publish_gpus(self) -> Gpus:
         """Publishes this process's GPUs once, without blocking."""
-        process = _compat.distributed_process()
-        if process not in self.gpus:
-            gpus = gpus_here()
-            put, _ = _compat.key_value_store(runtime.timeout())
-            put(_gpus_key(process), gpus.to_bytes())
-            self.gpus[process] = gpus
+        with _lock:
+            if self.process not in self.gpus:
+                gpus = gpus_here()
+                put, _ = _compat.key_value_store(runtime.timeout())
+                put(_key("GPUs", self.process), gpus.to_bytes())
+                self.gpus[self.process] = gpus
+            return self.gpus[self.process]
 
 
 _lock = threading.Lock()
-_membership: _Membership | None = None
+_joined = functools.lru_cache(maxsize=1)(lambda client: _Membership())  # each runtime has another client
 _has_plugins = False  # whether JAX has loaded its plugins and may use GPUs
 
 
-def publish() -> _Membership | None:
-    """Publishes this process's host, for which others may wait, once per runtime; None without one.
+def _membership() -> _Membership:
+    """Raises RuntimeError, with advice, if there is no runtime."""
+    with _lock:
+        return _joined(_compat.distributed_client())
+
+
+def publish() -> None:
+    """Publishes this process's host, for which others may wait, once per runtime.
 
     With GPU kernels and loaded plugins also its GPUs, which earlier might start CUDA before `CUDA_VISIBLE_DEVICES` is
     set.
     """
-    global _membership
-    with _lock:
-        if not _compat.is_distributed():
-            _membership = None
-        elif _membership is None or _membership.client is not _compat.distributed_client():
-            _membership = _Membership(_compat.distributed_client())
-        if _membership is not None and _has_plugins and runtime.cuda_kernels is not None:
-            _membership.publish_gpus()
-        return _membership
-
-
-def _current_membership() -> _Membership:
-    _compat.distributed_client()  # raises an error with advice if there is no runtime
-    membership = publish()
-    assert membership is not None
-    return membership
+    if _compat.is_distributed():
+        membership = _membership()
+        if _has_plugins and runtime.cuda_kernels is not None:
+            membership.publish_gpus()
 
 
 def host_of(process: int) -> str:
@@ -128,29 +133,27 @@ def host_of(process: int) -> str:
     """
     if jax.process_count() == 1:
         return ""
-    membership = _current_membership()
-    hosts = membership.hosts
-    if process not in hosts:
+    membership = _membership()
+    if process not in membership.hosts:
         advice = "A process does so when it has imported jax_ring and called jax.distributed.initialize()"
-        published = _fetch(_host_key(process), process, "host", advice, runtime.timeout()).decode()
-        host = _Host(*published.split(_SEPARATOR))
-        own = _compat.distributed_process()
-        here, there = hosts[own].memory, host.memory
-        if host.id == hosts[own].id and here and there and here != there:
-            raise RuntimeError(
-                f"processes {own} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to share a host, "
-                f"and they do not share memory: /dev/shm is {here} in process {own} and {there} in process "
-                f"{process} (boot id, device, inode and user). They run in different containers, on different "
-                f"machines, or as different users. Give them different values of {HOST_VARIABLE}, or let the "
-                "containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
-            )
-        hosts[process] = host
-    return hosts[process].id
+        membership.hosts[process] = _fetch(
+            "host", lambda data: _of_texts(_Host, json.loads(data)), process, advice, runtime.timeout()
+        )
+    host, own = membership.hosts[process], membership.hosts[membership.process]
+    if host.id == own.id and own.memory and host.memory and own.memory != host.memory:
+        raise RuntimeError(
+            f"processes {membership.process} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to "
+            f"share a host, and they do not share memory: /dev/shm is {own.memory} in process {membership.process} and "
+            f"{host.memory} in process {process} (boot id, device, inode and user). They run in different containers, "
+            f"on different machines, or as different users. Give them different values of {HOST_VARIABLE}, or let the "
+            "containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
+        )
+    return host.id
 
 
 def host_names(processes: Iterable[int]) -> dict[int, str]:
     """The names of the hosts of processes whose `host_of` is known."""
-    hosts = _current_membership().hosts
+    hosts = _membership().hosts
     return {process: hosts[process].name for process in processes}
 
 
@@ -162,44 +165,42 @@ def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
     """
     if jax.process_count() == 1:
         return {process: gpus_here() for process in processes}
-    membership = _current_membership()
-    with _lock:
-        membership.publish_gpus()
-    own = _compat.distributed_process()
-    if membership.gpus[own].why_not:
-        return {own: membership.gpus[own]}
+    membership = _membership()
+    own = membership.publish_gpus()
+    if own.why_not:
+        return {membership.process: own}
     until = time.monotonic() + runtime.timeout()
     for process in processes:
         if process not in membership.gpus:
             advice = "A process does so when JAX has started its GPU backend and it has imported jax_ring"
             left = max(0.001, until - time.monotonic())
-            published = _fetch(_gpus_key(process), process, "GPUs", advice, left)
-            membership.gpus[process] = Gpus.from_bytes(published)
+            membership.gpus[process] = _fetch("GPUs", Gpus.from_bytes, process, advice, left)
     return {process: membership.gpus[process] for process in processes}
 
 
-def _fetch(key: str, process: int, what: str, advice: str, timeout: float) -> bytes:
+def _key(what: str, process: int) -> str:
+    return f"jax_ring/{what.lower()}/{process}"
+
+
+def _fetch(what: str, read: Callable[[bytes], T], process: int, advice: str, timeout: float) -> T:
+    """What a process has published. Raises RuntimeError if that does not come, or is something else."""
     _, get = _compat.key_value_store(timeout)
     try:
-        return get(key)
+        data = get(_key(what, process))
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             f"process {process} did not publish its {what} within {runtime.timeout():g} s. {advice}; every process "
             f"must get that far. {runtime.TIMEOUT_VARIABLE} sets the time limit."
         ) from error
+    try:
+        return read(data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RuntimeError(f"process {process} has published something else than its {what}: {data!r:.200}") from error
 
 
 def next_number(name: str) -> int:
     """How often this process has asked for a number of that name, by which the processes match what they do alike."""
-    return next(_current_membership().counts[name])
-
-
-def _host_key(process: int) -> str:
-    return f"jax_ring/host/{process}"
-
-
-def _gpus_key(process: int) -> str:
-    return f"jax_ring/gpus/{process}"
+    return next(_membership().counts[name])
 
 
 def _own_host() -> str:

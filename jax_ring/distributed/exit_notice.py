@@ -13,7 +13,6 @@ import os
 import pathlib
 import sys
 import threading
-import time
 from typing import Any, NamedTuple
 
 from jax_ring import _compat, _ffi_cpu, runtime
@@ -36,7 +35,7 @@ _client: Any = None  # of the runtime that this process has joined
 _process = 0  # its index there
 _pid: int | None = None  # of the process that has joined others: a child that it forks has not
 _has_left = False
-_is_ending = False
+_is_ending = threading.Event()
 
 
 def join() -> None:
@@ -82,9 +81,7 @@ def abort(how: Departure) -> None:
 
 
 def departure_of(process: int) -> Departure | None:
-    """How another process has left; None if unknown."""
-    if _client is None:
-        return None
+    """How another process of the runtime has left; None if unknown."""
     if how := _compat.value_of(_client, _left_key(process)):
         return Departure(*json.loads(how))
     own = _compat.value_of(_client, _process_key(process))
@@ -121,13 +118,12 @@ def _is_interactive() -> bool:
 
 
 def _at_exit(programs: Programs, watcher: threading.Thread) -> None:
-    global _is_ending
     if _pid != os.getpid():
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     has_failed = _has_left or (error is not None and not _is_interactive())
     has_ended = not has_failed and programs.wait(runtime.timeout())
-    _is_ending = True
+    _is_ending.set()
     # A thread that returns from a wait while Python ends is killed, and that kills the process. So none may.
     programs.end()
     _ffi_cpu.end_questions()
@@ -144,14 +140,11 @@ def _at_exit(programs: Programs, watcher: threading.Thread) -> None:
 
 def _answer_questions() -> None:
     """Looks for the processes that native calls wait for, until this one ends."""
-    while not _is_ending:
+    while not _is_ending.wait(_SECONDS_BETWEEN_LOOKS):
         for process in _ffi_cpu.await_questions(seconds=60.0):
             with contextlib.suppress(Exception):  # the runtime may be shutting down
                 if how := departure_of(process):
                     _ffi_cpu.note_departure(process, *how)
-        until = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-        while not _is_ending and time.monotonic() < until:
-            time.sleep(0.02)
 
 
 def _own_host() -> str:
@@ -162,8 +155,9 @@ def _own_host() -> str:
 
 def _read_process(host: str, pid: int) -> _Process:
     """A running process of this host. Raises OSError if there is none or the system does not tell."""
+    # A pid that another process has published must be a number.
     # The name before the last parenthesis may contain anything.
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = pathlib.Path(f"/proc/{pid:d}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[0] in "ZX":
         raise FileNotFoundError(f"process {pid} has ended")
     return _Process(host, pid, int(fields[19]))

@@ -27,8 +27,7 @@ from jax_ring.distributed import exit_notice
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20
-# When to ask the others and when to write the message, in deadlines since a call began.
-_ASK, _WRITE = 0.5, 1.0
+_ASK = 0.5  # the others, so many deadlines after a call began
 _MAX_CALLS = 4  # in a message
 _PATIENCE_SECONDS = 2.0  # for the store, while an error waits for its text
 _SLACK_OF_XLA = 0.5  # seconds after XLA's limit: its error has certainly arrived
@@ -47,21 +46,14 @@ def begin() -> None:
 
 
 @dataclasses.dataclass
-class _Question:
-    """What others were asked since calls wait."""
-
-    is_reached: bool = False  # whether the store answered
-    answers: dict[int, str] | None = None  # by process the call in which it waits; empty if in none
-
-
-@dataclasses.dataclass
 class _State:
     """What this process knows of calls between hosts."""
 
     xla_limit: float | None = None  # seconds until XLA's collectives fail; None if it could not be set
     names: dict[int, str] = dataclasses.field(default_factory=dict)  # of the hosts of processes
-    question: _Question | None = None
-    written: set[str] = dataclasses.field(default_factory=set)  # the calls that a message was written of
+    # By process the call in which it waits, or "": this one's once the store has taken it, then the others'. None if no
+    # call waits for long.
+    answers: dict[int, str] | None = None
     completed: tuple[str, str] = "", ""  # XLA's last text, and what was added
 
 
@@ -76,8 +68,9 @@ def _complete_errors() -> None:
     def hook(error_type, error, traceback):
         previous(error_type, error, traceback)
         with contextlib.suppress(Exception):  # the user's exception matters more
-            if explanation := explanation_of(error):
-                print(explanation, file=sys.stderr, flush=True)
+            text = str(error)
+            if isinstance(error, ValueError) and (added := complete(text).removeprefix(text).strip()):
+                print(added, file=sys.stderr, flush=True)
 
     sys.excepthook = hook
 
@@ -97,22 +90,23 @@ def _start_thread() -> None:
 
 
 def _run() -> None:
+    written: set[str] = set()  # the calls of which there was a message
     while True:
         deadline = runtime.timeout()
         time.sleep(deadline / _CHECKS_PER_DEADLINE)
         calls = [call for call in runtime.calls_of_xla() if call.age >= _ASK * deadline]
         if not calls:
-            if _state.question:
-                _state.question = None
+            if _state.answers is not None:
+                _state.answers = None
                 _in_background(_post, "")
             continue
-        if not _state.question:
-            question = _state.question = _Question()
-            _in_background(_ask, question, calls)
-        limit = _WRITE * deadline if _state.xla_limit is None else max(deadline, _state.xla_limit + _SLACK_OF_XLA)
+        if _state.answers is None:
+            _state.answers = {}
+            _in_background(_ask, _state.answers, calls)
+        limit = deadline if _state.xla_limit is None else max(deadline, _state.xla_limit + _SLACK_OF_XLA)
         for call in calls:
-            if call.age >= limit and call.text not in _state.written:
-                _state.written.add(call.text)
+            if call.age >= limit and call.text not in written:
+                written.add(call.text)
                 advice = _ADVICE if _state.xla_limit is None else ""
                 print(f"jax_ring: {_describe(call)}{advice}", file=sys.stderr, flush=True)
 
@@ -139,19 +133,15 @@ def _post(text: str) -> bool:
     return True
 
 
-def _ask(question: _Question, calls: list[runtime.CallOfXla]) -> None:
+def _ask(answers: dict[int, str], calls: list[runtime.CallOfXla]) -> None:
     """Says what this process waits in, and asks who else waits."""
     if not _post(calls[0].text):
         return
-    question.is_reached = True
-    time.sleep(runtime.timeout() * (_WRITE - _ASK) / 2)
-    answers = {}
-    for process in {process for call in calls for process in call.processes} - {_compat.distributed_process()}:
-        try:
-            answers[process] = exit_notice.client().key_value_try_get(_wait_key(process))
-        except Exception:  # it has published nothing
-            answers[process] = ""
-    question.answers = answers
+    own = _compat.distributed_process()
+    answers[own] = calls[0].text
+    time.sleep(runtime.timeout() * (1 - _ASK) / 2)
+    for process in {process for call in calls for process in call.processes} - {own}:
+        answers[process] = _compat.value_of(exit_notice.client(), _wait_key(process)) or ""
 
 
 # ---- The message -----------------------------------------------------------------------------------------------------
@@ -174,11 +164,6 @@ def complete(text: str) -> str:
     return text + added if text == completed else text
 
 
-def explanation_of(error: BaseException) -> str:
-    """What `complete` would add to such an error that is a ValueError, if anything."""
-    return complete(str(error)).removeprefix(str(error)).strip() if isinstance(error, ValueError) else ""
-
-
 def _describe(call: runtime.CallOfXla) -> str:
     own = _compat.distributed_process()
     others = [process for process in sorted(set(call.processes)) if process != own]
@@ -191,14 +176,13 @@ def _describe(call: runtime.CallOfXla) -> str:
 def _what_is_known(others: list[int]) -> str:
     if left := _who_has_left(others):
         return left
-    if (question := _state.question) is None:
+    if (answers := _state.answers) is None:
         return "A process of these has failed, or the connection to it is broken."
-    if not question.is_reached:
+    if not answers:
         return "JAX's coordinator does not answer either: it has ended, or this host is cut off from it."
-    if (answers := question.answers) is None:
+    if not answers.keys() >= {*others}:
         return "Nothing is known of them yet."
-    silent = [process for process in others if not answers.get(process)]
-    if silent:
+    if silent := [process for process in others if not answers[process]]:
         which = ", ".join(map(_name, silent))
         return f"By JAX's coordinator, no call like it waits in {which}: stopped, busy with something else, or cut off."
     elsewhere = [f"{_name(process)} waits in {answers[process]}" for process in others]

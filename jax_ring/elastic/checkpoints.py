@@ -26,9 +26,9 @@ class Checkpoints:
         """Writes a commit without divided leaves, and waits until it is on disk."""
         import orbax.checkpoint as ocp
 
-        of_arrays = [leaf.path for leaf in snapshot.leaves if leaf.dtype is not None]
-        pairs = zip(of_arrays, map(np.asarray, snapshot.arrays[UNDIVIDED]), strict=True)
-        arrays = {path: array for path, array in pairs if array.size}  # orbax writes none without elements
+        paths = [leaf.path for leaf in snapshot.leaves if leaf.dtype is not None]
+        found = zip(paths, snapshot.arrays[UNDIVIDED], strict=True)
+        arrays = {path: np.asarray(array) for path, array in found if array.size}  # orbax writes none without elements
         items: dict[str, Any] = {"header": ocp.args.JsonSave({"json": snapshot.header([UNDIVIDED]).decode()})}
         if arrays:  # nor an empty tree
             items["arrays"] = ocp.args.StandardSave(arrays)
@@ -57,7 +57,9 @@ class Checkpoints:
             items["arrays"] = ocp.args.StandardRestore()
         with self._manager() as manager:
             restored = manager.restore(number, args=ocp.args.Composite(**items))
-        snapshot, _ = Snapshot.of_header(str(restored["header"].get("json")).encode(), str(folder))
+        snapshot, sections = Snapshot.of_header(str(restored["header"].get("json")).encode(), str(folder))
+        if snapshot.num_parts or sections != [UNDIVIDED]:
+            raise RuntimeError(f"State(directory=...): {folder} is damaged: it has parts of leaves")
         found = restored.get("arrays") or {}
         arrays = snapshot.arrays[UNDIVIDED] = []
         for leaf in snapshot.leaves:

@@ -1,6 +1,7 @@
 """A generation as its members see it: who they are, on which hosts, and how they exchange bytes."""
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import ring_all_gather, ring_pmax
-from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE, Control
+from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE
+from jax_ring.launcher.watching.page import Page
 
 _AXIS = "processes"
 # Bytes of a process in one call. For a moment each process holds this much of every other process too.
@@ -30,22 +32,21 @@ class HostsOfProcesses:
     """
 
     def __init__(self, firsts: tuple[int, ...], count: int) -> None:
-        self._firsts, self._count = firsts, count
+        self._hosts, self._count = [range(*ends) for ends in itertools.pairwise((*firsts, count))], count
 
     @property
     def has_several_hosts(self) -> bool:
-        return len(self._firsts) > 1
+        return len(self._hosts) > 1
 
     def first_beside(self, process: int) -> int:
         """The first process on the host of a process."""
-        return max(first for first in self._firsts if first <= process)
+        return next(host.start for host in self._hosts if process in host)
 
     def keeper(self, owner: int) -> int:
         """The process on the next host that keeps a copy of a process's parts; on one host the process itself."""
-        host = max(h for h, first in enumerate(self._firsts) if first <= owner)
-        begin = self._firsts[(host + 1) % len(self._firsts)]
-        end = ([*self._firsts, self._count])[(host + 1) % len(self._firsts) + 1]
-        return begin + (owner - self._firsts[host]) % (end - begin)
+        index, own = next((index, host) for index, host in enumerate(self._hosts) if owner in host)
+        following = self._hosts[(index + 1) % len(self._hosts)]
+        return following[own.index(owner) % len(following)]
 
     def kept_by(self, process: int) -> list[int]:
         """The processes of whose parts it keeps copies."""
@@ -53,14 +54,14 @@ class HostsOfProcesses:
 
 
 class Generation:
-    """The members of a job between two changes. control: the connection to the launcher; None without one."""
+    """The members of a job between two changes."""
 
-    def __init__(self, control: Control | None) -> None:
+    def __init__(self) -> None:
         self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
-        firsts = os.environ.get(HOSTS_VARIABLE) if control is not None else None
-        self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))) if firsts else (0,), self.num_processes)
-        self._control = control
+        firsts = os.environ.get(HOSTS_VARIABLE, "0").split(",")
+        self.hosts = HostsOfProcesses(tuple(map(int, firsts)), self.num_processes)
+        self._page = Page.of_launcher()
 
     @property
     def is_first_of_host(self) -> bool:
@@ -73,7 +74,7 @@ class Generation:
 
     def change_pending(self) -> bool:
         """Whether the launcher wants members to leave at their next commit."""
-        return self._control is not None and self._control.change_pending()
+        return self._page is not None and bool(self._page.words.change_pending)
 
     def post(self, own: bytes) -> list[bytes]:
         """Each process's post, by process. Waits for all, without a backend; a generation has one.

@@ -8,7 +8,7 @@ processes are, however they end. In a job of several hosts each has what is not 
 import os
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,103 +28,86 @@ class CommitId(NamedTuple):
     generation: int
 
 
-class _Entry(NamedTuple):
-    """What a file has."""
-
-    snapshot: Snapshot  # without its arrays
-    sections: list[int]  # that follow
-    file: int
-    begin: int  # where they do
-
-
 class KeptCommits:
-    """The memory of the launcher, for the processes of one job.
+    """The memory of the launcher, for the processes of one job; without a launcher it has none, and keeps nothing.
 
     files: the descriptors, two for each process. slot: which of them are this process's.
+
+    Attributes:
+      last: the commit that this process has made or gone on from. The next one must not overwrite it: others may not
+        have made that.
     """
 
     def __init__(self, files: Sequence[int], slot: int) -> None:
         self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
-        self._last: CommitId | None = None  # which the next one must not overwrite: others may not have made that
+        self.last: CommitId | None = None
 
     @classmethod
-    def of_launcher(cls) -> "KeptCommits | None":
-        """The memory of this process's launcher; None without one."""
-        if not (given := os.environ.get(protocol.KEPT_VARIABLE)):
-            return None
-        slot, *files = map(int, given.split(","))
+    def of_launcher(cls) -> "KeptCommits":
+        """The memory of this process's launcher."""
+        slot, *files = map(int, os.environ.get(protocol.KEPT_VARIABLE, "0").split(","))
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
-        return cls(files, slot) if all(map(_is_kept_file, files)) else None
+        are_kept = all(os.path.realpath(_path(file)).startswith(f"/memfd:{protocol.KEPT_NAME}") for file in files)
+        return cls(files if are_kept else (), slot)
 
     def write(self, number: int, snapshot: Snapshot, generation: Generation) -> None:
-        """Keeps a commit: in the first process of a host what is not divided, and in each the parts that it has.
+        """Keeps a commit: in the first process of a host what is not divided, and in each its parts and its copies.
 
         Raises OSError if there is no memory for it.
         """
-        sections = [each for each in snapshot.arrays if each != UNDIVIDED or generation.is_first_of_host]
-        if not sections:
+        keeps = {generation.process, *generation.hosts.kept_by(generation.process)}
+        if generation.is_first_of_host:
+            keeps.add(UNDIVIDED)
+        sections = [section for section in snapshot.arrays if section in keeps]
+        if not sections or not self._files:
             return
-        commit, header = CommitId(number, generation.number), snapshot.header(sections)
-        file = self._own[self._last is not None and _commit_of(self._own[0]) == self._last]
+        header = snapshot.header(sections)
+        first, second = self._own
+        file = second if self.last is not None and _commit_of(first) == self.last else first
         # A process that dies in between leaves a file that nobody reads.
         protocol.write_mark(file, False, generation.number, number)
-        with _opened(file, "r+b") as stream:
+        with open(_path(file), "r+b") as stream:
             stream.seek(protocol.KEPT_MARK.size)
             stream.write(_LENGTH.pack(len(header)) + header)
             for section in sections:
                 for data in snapshot.data(section):
-                    stream.write(data)
+                    stream.write(data.data)
             stream.truncate()
         protocol.write_mark(file, True, generation.number, number)
-        self._last = commit
+        self.last = CommitId(number, generation.number)
 
-    def commits(self) -> dict[CommitId, tuple[int, list[int]]]:
-        """What this host has of each commit: over how many processes it is divided, and which sections."""
-        found = {}
-        for commit in {commit for file in self._files if (commit := _commit_of(file)) is not None}:
-            entries = self._entries(commit)
-            sections = sorted({section for entry in entries for section in entry.sections})
-            found[commit] = entries[0].snapshot.num_parts, sections
+    def commits(self) -> dict[CommitId, Snapshot]:
+        """What this host has of each commit.
+
+        The arrays are the files' own memory: those of `last` stay as they are while the next commit is made, others
+        may be overwritten by it. Raises RuntimeError if a file is damaged.
+        """
+        found: dict[CommitId, Snapshot] = {}
+        for file in self._files:
+            if (commit := _commit_of(file)) is None:
+                continue
+            name = f"commit {commit.number} of generation {commit.generation}, in the launcher's memory,"
+            of_file = _read(file, name)
+            of_host = found.setdefault(commit, of_file)
+            if of_host.leaves != of_file.leaves:
+                raise RuntimeError(f"jax_ring.elastic: {name} has different leaves in different processes")
+            if UNDIVIDED in of_file.arrays:
+                of_host.leaves = of_file.leaves  # values that are no arrays are those of the first process
+            of_host.arrays |= of_file.arrays
         return found
 
-    def read(self, commit: CommitId) -> Snapshot:
-        """One of `commits`, with the sections that are here. It stays until another has been written after it."""
-        self._last = commit
-        entries = self._entries(commit)
-        # Values that are no arrays are those of the first process.
-        snapshot = min(entries, key=lambda entry: UNDIVIDED not in entry.sections).snapshot
-        for entry in entries:
-            with _opened(entry.file, "rb") as stream:
-                stream.seek(entry.begin)
-                for section in entry.sections:
-                    data = np.empty(snapshot.num_bytes(section), np.uint8)
-                    if stream.readinto(data) < len(data):
-                        raise RuntimeError(f"jax_ring.elastic: {_name(commit)} has become shorter")
-                    snapshot.unpack([section], data)
-        return snapshot
 
-    def _entries(self, commit: CommitId) -> list[_Entry]:
-        """The files of a commit. Raises RuntimeError if one is damaged."""
-        entries: list[_Entry] = []
-        for file in self._files:
-            if _commit_of(file) != commit:
-                continue
-            with _opened(file, "rb") as stream:
-                room = os.fstat(file).st_size - _BEGIN
-                stream.seek(protocol.KEPT_MARK.size)
-                length = int.from_bytes(stream.read(_LENGTH.size), "little", signed=True)
-                header = stream.read(length) if 0 < length <= room else b""
-            snapshot, sections = Snapshot.of_header(header, _name(commit))
-            if (lacking := length + sum(map(snapshot.num_bytes, sections)) - room) != 0:
-                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} is damaged: it lacks {lacking} bytes")
-            if entries and not snapshot.is_alike(entries[0].snapshot):
-                raise RuntimeError(f"jax_ring.elastic: {_name(commit)} has different leaves in different processes")
-            entries.append(_Entry(snapshot, sections, file, _BEGIN + length))
-        return entries
-
-
-def _name(commit: CommitId) -> str:
-    return f"commit {commit.number} of generation {commit.generation}, in the launcher's memory,"
+def _read(file: int, name: str) -> Snapshot:
+    """What a process has written of a commit. Raises RuntimeError if it is damaged."""
+    data = np.memmap(_path(file), np.uint8, "r")
+    room = len(data) - _BEGIN
+    length = int.from_bytes(data[protocol.KEPT_MARK.size : _BEGIN].tobytes(), "little", signed=True)
+    header = data[_BEGIN : _BEGIN + length].tobytes() if 0 < length <= room else b""
+    snapshot, sections = Snapshot.of_header(header, name)
+    if (lacking := length + snapshot.num_bytes(*sections) - room) != 0:
+        raise RuntimeError(f"jax_ring.elastic: {name} is damaged: it lacks {lacking} bytes")
+    snapshot.unpack(sections, data[_BEGIN + length :])
+    return snapshot
 
 
 def _commit_of(file: int) -> CommitId | None:
@@ -133,13 +116,6 @@ def _commit_of(file: int) -> CommitId | None:
     return CommitId(number=mark[1], generation=mark[0]) if mark is not None else None
 
 
-def _is_kept_file(file: int) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{protocol.KEPT_NAME}")
-    except OSError:
-        return False
-
-
-def _opened(file: int, mode: str) -> Any:
-    """A file with a position of its own: those who inherit a descriptor share one."""
-    return open(f"/proc/self/fd/{file}", mode)
+def _path(file: int) -> str:
+    """The path by which a file is opened with a position of its own: those who inherit a descriptor share one."""
+    return f"/proc/self/fd/{file}"

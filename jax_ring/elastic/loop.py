@@ -10,7 +10,7 @@ import jax
 from jax_ring import _compat
 from jax_ring.elastic.generation import Generation, Leave
 from jax_ring.elastic.state import State
-from jax_ring.launcher.protocol import CONTROL_VARIABLE, Control
+from jax_ring.launcher import protocol
 from jax_ring.options import check_function, integer
 
 _is_called = False  # an elastic function, in a job
@@ -60,32 +60,31 @@ def run(*, min_processes: int = 1, num_shards: int | None = None) -> Callable[[C
                     f"elastic.run: {train.__name__} takes a jax_ring.elastic.State as its first argument, got "
                     f"{type(state).__name__}"
                 )
-            control = _enlisted(min_processes, num_shards)
+            _enlist(min_processes, num_shards)
             try:
-                state._enter(Generation(control))
+                state._enter(Generation())
                 return train(state, *args, **kwargs)
             except Leave as error:
                 reason = str(error)
             finally:
                 state.__dict__["_generation"] = None  # others may have ended: a commit would wait for them
-            assert control is not None
-            control.leave(reason)
+            protocol.leave(reason)
 
         return elastic_train
 
     return decorate
 
 
-def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
-    """The connection to the launcher, in a job that is elastic from now on; None for a single process.
+def _enlist(min_processes: int, num_shards: int | None) -> None:
+    """Makes the job elastic; nothing for a single process without a launcher.
 
     Raises:
       RuntimeError: without a launcher, before `jax.distributed.initialize()`, or for a second call.
       ValueError: if a process's ranks do not divide `num_shards`, or this or `-n` is too small for `min_processes`.
     """
-    if not os.environ.get(CONTROL_VARIABLE):
+    if not os.environ.get(protocol.CONTROL_VARIABLE):
         if (count := _compat.num_distributed_processes()) == 1:
-            return None
+            return
         raise RuntimeError(
             f"elastic.run: this program has {count} processes, and no launcher that would say which of them are left. "
             f"Start it with: python -m jax_ring.launch -n {count} script.py"
@@ -112,14 +111,12 @@ def _enlisted(min_processes: int, num_shards: int | None) -> Control | None:
             "elastic.run: this program has called an elastic function before, and a job has one call: new processes "
             "run the script from its beginning. Do all of the training in one function, with one State."
         )
-    control = Control.connect()
-    control.enlist(min_processes=min_processes, multiple_of=multiple_of)
+    protocol.ask("enlist", min_processes=min_processes, multiple_of=multiple_of)
     _is_called = True
     count = _compat.num_distributed_processes()
     # The launcher forms the first generation before the processes tell what they need.
     if count < min_processes or (multiple_of is not None and multiple_of % count):
-        control.leave(
+        protocol.leave(
             f"{count} processes with {count * jax.local_device_count()} devices do not suit "
             f"min_processes={min_processes}, num_shards={num_shards}"
         )
-    return control

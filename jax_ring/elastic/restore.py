@@ -11,7 +11,7 @@ from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
 
 
 def restore(
-    generation: Generation, values: Mapping[str, Any], kept: KeptCommits | None, checkpoints: Checkpoints | None
+    generation: Generation, values: Mapping[str, Any], kept: KeptCommits, checkpoints: Checkpoints | None
 ) -> tuple[int, Snapshot]:
     """Agrees with all other members on what to start from, and puts it together.
 
@@ -25,25 +25,23 @@ def restore(
     different structures.
     """
     process, count = generation.process, generation.num_processes
-    commits = kept.commits() if kept is not None and generation.is_first_of_host else {}
+    directory = checkpoints.directory if checkpoints is not None else None
+    commits, nothing = kept.commits(), Snapshot((), 1, {})
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    own = [[newest_on_disk], *([*commit, parts, *sections] for commit, (parts, sections) in commits.items())]
-    on_disk, of_hosts = _read(generation.post(json.dumps(own).encode()))  # of each host its first process
-    of_process = [of_hosts[generation.hosts.first_beside(p)] for p in range(count)]
-    newest = max((commit.number for each in of_hosts for commit in each), default=0)
-    commit, have = _newest_whole(of_process)
+    own = [[newest_on_disk], *([*commit, found.num_parts, *found.arrays] for commit, found in commits.items())]
+    on_disk, of_processes = _read(generation.post(json.dumps(own).encode()))
+    newest = max((commit.number for each in of_processes for commit in each), default=0)
+    commit, have = _newest_whole(of_processes)
     if commit is not None and commit.number >= on_disk:
-        assert kept is not None
         number, where = commit.number, f"commit {commit.number} in the launchers' memory"
-        snapshot = kept.read(commit) if have[process] else None
+        snapshot = commits.get(commit, nothing)
+        kept.last = commit
     elif on_disk:
-        assert checkpoints is not None
-        number, where = on_disk, f"the checkpoint {on_disk} in {checkpoints.directory}"
-        snapshot = checkpoints.read(on_disk) if process == 0 else None
+        number, where = on_disk, f"the checkpoint {on_disk} in {directory}"
+        snapshot = checkpoints.read(on_disk) if checkpoints is not None and process == 0 else nothing
         have = [{UNDIVIDED} if p == 0 else set() for p in range(count)]
     elif newest > 1:  # the first may never have been made by all; before a later one all have made one
-        directory = checkpoints and checkpoints.directory
         raise RuntimeError(
             f"jax_ring.elastic: parts of commit {newest} and the one before are lost. The hosts that had them have "
             f"gone, and {f'there is no checkpoint in {directory}' if directory else 'no directory was given'}. With "
@@ -82,40 +80,36 @@ def _newest_whole(
     """The newest commit of which all sections are somewhere, and by process those that are in reach."""
     for commit in sorted({commit for each in of_process for commit in each}, reverse=True):
         there = [each.get(commit, (0, set[int]())) for each in of_process]
-        have = [sections for _, sections in there]
-        found, last = sorted({section for each in have for section in each}), max(parts for parts, _ in there) - 1
-        if found and (found[0], found[-1], len(found)) == (UNDIVIDED, last, last - UNDIVIDED + 1):
+        have, num_parts = [sections for _, sections in there], max(parts for parts, _ in there)
+        found = {section for sections in have for section in sections}
+        # The number is not believed before so many are there.
+        if len(found) == num_parts + 1 and found == {UNDIVIDED, *range(num_parts)}:
             return commit, have
     return None, []
 
 
-def _with_undivided(generation: Generation, snapshot: Snapshot | None, have: Sequence[set[int]]) -> Snapshot:
-    """A snapshot with what is not divided, from the first process that has it."""
-    root = next(process for process, each in enumerate(have) if UNDIVIDED in each)
+def _with_undivided(generation: Generation, snapshot: Snapshot, have: Sequence[set[int]]) -> Snapshot:
+    """A snapshot with what is not divided, from the first process that has it; `snapshot` may have nothing."""
     if all(UNDIVIDED in each for each in have):
-        assert snapshot is not None
         return snapshot
-    lacks = UNDIVIDED not in have[generation.process]
+    root = next(process for process, each in enumerate(have) if UNDIVIDED in each)
+    own = None
     if generation.process == root:
-        assert snapshot is not None
+        own = snapshot.packed([UNDIVIDED])
         generation.put("header", snapshot.header())
-    if lacks:
-        where = f"what process {root} has sent"
-        received, _ = Snapshot.of_header(generation.get("header", root), where)
-        if snapshot is not None:
-            if not received.is_alike(snapshot):
-                raise RuntimeError(
-                    f"jax_ring.elastic: the state of process {generation.process} differs from {where}, in the leaves, "
-                    "shapes or dtypes. All processes must make the state in the same way."
-                )
-            received.arrays = {each: snapshot.arrays[each] for each in snapshot.arrays if each != UNDIVIDED}
-        snapshot = received
-    assert snapshot is not None
-    own = snapshot.packed([UNDIVIDED]) if generation.process == root else None
-    data = generation.exchange.broadcast(own, snapshot.num_bytes(UNDIVIDED), is_wanted=lacks)
+    where = f"what process {root} has sent"
+    received, _ = Snapshot.of_header(generation.get("header", root), where)
+    if snapshot.leaves and received.leaves != snapshot.leaves:
+        raise RuntimeError(
+            f"jax_ring.elastic: the state of process {generation.process} differs from {where}, in the leaves, "
+            "shapes or dtypes. All processes must make the state in the same way."
+        )
+    received.arrays = snapshot.arrays
+    lacks = UNDIVIDED not in have[generation.process]
+    data = generation.exchange.broadcast(own, received.num_bytes(UNDIVIDED), is_wanted=lacks)
     if data is not None:
-        snapshot.unpack([UNDIVIDED], data)
-    return snapshot
+        received.unpack([UNDIVIDED], data)
+    return received
 
 
 def _with_parts(generation: Generation, snapshot: Snapshot, have: Sequence[set[int]]) -> Snapshot:
@@ -127,7 +121,7 @@ def _with_parts(generation: Generation, snapshot: Snapshot, have: Sequence[set[i
     for owner in owners:
         givers = [process for process, each in enumerate(have) if owner in each]
         gives[givers[owner % len(givers)]].append(owner)
-    sizes = [sum(map(snapshot.num_bytes, each)) for each in gives]
+    sizes = [snapshot.num_bytes(*each) for each in gives]
     own = snapshot.packed(gives[generation.process])
     received = generation.exchange.gather(own, sizes, [process for process, each in enumerate(gives) if each])
     for process, data in received.items():

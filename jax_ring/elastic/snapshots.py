@@ -34,7 +34,8 @@ class Leaf:
     """A leaf of a state, without its array."""
 
     path: str
-    value: bool | int | float | str | None = None  # of one that is no array
+    # Of one that is no array. It may differ between processes.
+    value: bool | int | float | str | None = dataclasses.field(default=None, compare=False)
     dtype: np.dtype | None = None  # None if it is no array
     shape: tuple[int, ...] = ()  # of the whole array
     boxes: tuple[tuple[Box, ...], ...] | None = None  # by process, where its parts are; None if it is not divided
@@ -42,8 +43,8 @@ class Leaf:
     weak: bool = False  # whether JAX's type is weak
 
     def shapes(self, section: int) -> list[tuple[int, ...]]:
-        """The shapes of its arrays in a section."""
-        if self.dtype is None or (self.boxes is None) != (section == UNDIVIDED):
+        """The shapes in a section, of one that is an array."""
+        if (self.boxes is None) != (section == UNDIVIDED):
             return []
         boxes = self.boxes[section] if self.boxes is not None else [[(0, size) for size in self.shape]]
         return [tuple(stop - start for start, stop in box) for box in boxes]
@@ -62,17 +63,18 @@ class Leaf:
             _check(len(found) == 2 and _is_value(found["value"]), f"{found!r:.200} is no value")
             return cls(**found)
         path, name, shape, boxes, key, weak = map(found.get, _OF_ARRAYS)
-        is_shape = type(shape) is list and len(shape) <= _MAX_DIMENSIONS and all(map(_is_count, shape))
+        is_shape = _are_counts(shape) and len(shape) <= _MAX_DIMENSIONS
         is_known = type(name) is str and name in _DTYPES and (key is None or type(key) is str) and weak in (None, True)
         _check(set(found) <= {*_OF_ARRAYS} and is_shape and is_known, f"{found!r:.200} is no array")
         if boxes is not None:
             _check(type(boxes) is list and len(boxes) == num_processes, f"{path} is not of {num_processes} processes")
             boxes = tuple(tuple(_box(box, shape, path) for box in each) for each in boxes)
         leaf = cls(path, None, _DTYPES[name], tuple(shape), boxes, key, bool(weak))
-        _check(_size(leaf.shape, 1) * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
+        least = math.prod(max(1, n) for n in shape)  # numpy limits the shapes of empty arrays too
+        _check(least * _DTYPES[name].itemsize <= _memory(), f"{path} is larger than this host's memory")
         if boxes is not None:
-            size = sum(_size(shape) for process in range(num_processes) for shape in leaf.shapes(process))
-            _check(size == _size(leaf.shape), f"the parts of {path} have {size} of {_size(leaf.shape)} elements")
+            size = sum(math.prod(part) for process in range(num_processes) for part in leaf.shapes(process))
+            _check(size == math.prod(shape), f"the parts of {path} have {size} of {math.prod(shape)} elements")
         if key is not None:
             bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
@@ -113,13 +115,13 @@ class Snapshot:
             found = json.loads(header)
             _check(type(found) is dict and set(found) == {"processes", "sections", "leaves"}, "it is no header")
             count, sections = found["processes"], found["sections"]
-            _check(_is_count(count) and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
+            _check(type(count) is int and 1 <= count <= _MAX_PROCESSES, f"it is of {count!r:.80} processes")
             leaves = [Leaf.of_json(each, count) for each in found["leaves"]]
             snapshot = cls(leaves, count, {})
             known = [each for each in sections if type(each) is int and UNDIVIDED <= each < snapshot.num_parts]
             _check(known == sections and len({*known}) == len(known), f"its sections are {sections!r:.80}")
-            sizes = sum(map(snapshot.num_bytes, (UNDIVIDED, *range(snapshot.num_parts))))
-            _check(sizes <= _memory(), f"its {sizes} bytes are more than this host's memory")
+            size = snapshot.num_bytes(UNDIVIDED, *range(snapshot.num_parts))
+            _check(size <= _memory(), f"its {size} bytes are more than this host's memory")
         except (ValueError, TypeError, RecursionError) as error:  # JAX's as well
             raise RuntimeError(
                 f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {error}"
@@ -136,8 +138,8 @@ class Snapshot:
         """The number of processes that have parts; 0 if no leaf is divided."""
         return self.num_processes if any(leaf.boxes is not None for leaf in self.leaves) else 0
 
-    def num_bytes(self, section: int) -> int:
-        return sum(_size(shape) * dtype.itemsize for dtype, shape in self._types(section))
+    def num_bytes(self, *sections: int) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for section in sections for dtype, shape in self._types(section))
 
     def data(self, section: int) -> Iterator[np.ndarray]:
         """The bytes of a section, which must be here: those of one array after the other."""
@@ -153,18 +155,13 @@ class Snapshot:
         for section in sections:
             arrays = self.arrays[section] = []
             for dtype, shape in self._types(section):
-                end = begin + _size(shape) * dtype.itemsize
+                end = begin + math.prod(shape) * dtype.itemsize
                 arrays.append(data[begin:end].view(dtype).reshape(shape))
                 begin = end
 
     def types(self) -> list[tuple]:
         """What must be the same in all processes, of each leaf: first its shape."""
         return [(leaf.shape, _NAMES.get(leaf.dtype), leaf.path, leaf.key, leaf.weak) for leaf in self.leaves]
-
-    def is_alike(self, other: "Snapshot") -> bool:
-        """Whether the leaves differ in nothing but values that are no arrays."""
-        ours, theirs = ([dataclasses.replace(leaf, value=None) for leaf in each.leaves] for each in (self, other))
-        return ours == theirs
 
     def undivided(self) -> "Snapshot":
         """A snapshot with no leaf divided; all sections must be here."""
@@ -176,8 +173,9 @@ class Snapshot:
 
         values: trees of the structure. All sections must be here.
         """
-        pairs = zip(self.leaves, self._whole(), strict=True)
-        return jax.tree.unflatten(jax.tree.structure(dict(values)), [_for_user(*each) for each in pairs])
+        leaves = map(_for_user, self.leaves, self._whole())
+        found = jax.tree.unflatten(jax.tree.structure(dict(values)), leaves)
+        return {name: found[name] for name in values}  # JAX has sorted the names
 
     def paths_not_in_both(self, values: Mapping[str, Any]) -> str:
         """Which leaves a state and this snapshot do not both have; empty if they have the same ones."""
@@ -213,14 +211,13 @@ def _paths(structure: Any) -> list[str]:
 
 def _described(path: str, leaf: Any, process: int, num_processes: int) -> tuple[Leaf, list[Any]]:
     """A leaf of a state, and what this process has of it."""
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    is_known = is_array and leaf.dtype in _NAMES
-    key = None
-    if is_array and not is_known and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        key, leaf, is_known = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf), True
-    if not is_array and _is_value(leaf):
+    if _is_value(leaf):
         return Leaf(path, leaf), []
-    if not is_known:
+    key = None
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    if is_array and leaf.dtype not in _NAMES and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+    if not is_array or leaf.dtype not in _NAMES:
         kind = f"{type(leaf).__name__} of {leaf.dtype}" if is_array else type(leaf).__name__
         raise TypeError(
             f"State: the leaf at {path}, a {kind}, cannot be kept: leaves are arrays of JAX's types, random keys, and "
@@ -256,9 +253,10 @@ def _divided(x: jax.Array, process: int, num_processes: int) -> tuple[tuple[tupl
 def _for_user(leaf: Leaf, array: np.ndarray | None) -> Any:
     if array is None:
         return leaf.value
+    copy = np.array(array)
     if leaf.key is not None:
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf.key)
-    return _compat.weakly_typed(np.array(array)) if leaf.weak else np.array(array)
+        return jax.random.wrap_key_data(jnp.asarray(copy), impl=leaf.key)
+    return _compat.weakly_typed(copy) if leaf.weak else copy
 
 
 # ---- What is checked -------------------------------------------------------------------------------------------------
@@ -270,8 +268,8 @@ def _check(condition: bool, text: str) -> None:
         raise ValueError(text)
 
 
-def _is_count(x: Any) -> bool:
-    return type(x) is int and x >= 0
+def _are_counts(x: Any) -> bool:
+    return type(x) is list and all(type(n) is int and n >= 0 for n in x)
 
 
 def _is_value(x: Any) -> bool:
@@ -280,17 +278,13 @@ def _is_value(x: Any) -> bool:
 
 
 def _box(box: Any, shape: Sequence[int], path: str) -> Box:
-    pairs = [each for each in box if type(each) is list and len(each) == 2] if type(box) is list else []
-    _check(len(pairs) == len(shape) == len(box) and all(
-        _is_count(start) and _is_count(stop) and start <= stop <= size
-        for (start, stop), size in zip(pairs, shape, strict=True)
-    ), f"a part of {path}, of the shape {shape}, is at {box!r:.80}")  # fmt: skip
-    return tuple((start, stop) for start, stop in pairs)
+    is_box = type(box) is list and len(box) == len(shape) and all(map(_is_range, box, shape))
+    _check(is_box, f"a part of {path}, of the shape {shape}, is at {box!r:.80}")
+    return tuple((start, stop) for start, stop in box)
 
 
-def _size(shape: Sequence[int], least: int = 0) -> int:
-    """The number of elements. least: the least size of a dimension that counts."""
-    return math.prod(max(each, least) for each in shape)
+def _is_range(x: Any, size: int) -> bool:
+    return _are_counts(x) and len(x) == 2 and x[0] <= x[1] <= size
 
 
 def _memory() -> int:

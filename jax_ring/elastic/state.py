@@ -44,15 +44,15 @@ class State:
             )
         if every is not None and (every := integer("State", "every", every)) < 1:
             raise ValueError(f"State: every must be at least 1, got {every}")
-        hidden = self.__dict__
-        hidden["_names"] = tuple(trees)
-        hidden["_values"] = trees
-        hidden["_checkpoints"] = Checkpoints(directory) if directory is not None else None
-        hidden["_kept"] = KeptCommits.of_launcher()
-        hidden["_every"] = every
-        hidden["_commits"] = 0
-        hidden["_generation"] = None
-        if taken := [name for name in trees if name in hidden or hasattr(type(self), name)]:
+        self.__dict__.update(
+            _values=trees,
+            _kept=KeptCommits.of_launcher(),
+            _checkpoints=Checkpoints(directory) if directory is not None else None,
+            _every=every,
+            _commits=0,
+            _generation=None,
+        )
+        if taken := [name for name in trees if name in self.__dict__ or hasattr(type(self), name)]:
             raise ValueError(
                 f"State: a state has {', '.join(map(repr, taken))} already, for itself. Give the value another name."
             )
@@ -72,7 +72,7 @@ class State:
         self.__dict__["_values"] = {**self._values, name: value}  # a copy of the state keeps its own
 
     def __repr__(self) -> str:
-        return f"State({', '.join(self._names)}; {self.commits} commits)"
+        return f"State({', '.join(self._values)}; {self.commits} commits)"
 
     @property
     def commits(self) -> int:
@@ -101,19 +101,18 @@ class State:
         snapshot = Snapshot.of(self._values, generation.process, generation.num_processes)
         change = _agreed(generation, number, snapshot)
         is_written = self._every is not None and number % self._every == 0
-        whole = _take_parts(generation, snapshot, whole_in_first=is_written)
-        if self._kept is not None:
-            self._kept.write(number, snapshot, generation)
+        _take_parts(generation, snapshot, whole_in_first=is_written)
+        self._kept.write(number, snapshot, generation)
         self.__dict__["_commits"] = number
-        if whole is not None:
-            self._checkpoints.write(number, whole)
+        if is_written and generation.process == 0:
+            self._checkpoints.write(number, snapshot.undivided())
         if change:
             raise Leave("the members change after a commit")
 
     def _enter(self, generation: Generation) -> None:
         """Takes the values to start from."""
         number, snapshot = restore(generation, self._values, self._kept, self._checkpoints)
-        if self._kept is not None and generation.hosts.has_several_hosts and number:
+        if generation.hosts.has_several_hosts and number:
             # Copies of its parts may be gone with a host. Until the next commit each host has all of it.
             self._kept.write(number, snapshot, generation)
         self.__dict__.update(_generation=generation, _commits=number, _values=snapshot.trees(self._values))
@@ -136,19 +135,13 @@ def _agreed(generation: Generation, number: int, snapshot: Snapshot) -> bool:
     return bool(any_pending)
 
 
-def _take_parts(generation: Generation, snapshot: Snapshot, *, whole_in_first: bool) -> Snapshot | None:
-    """Takes the parts that this process keeps for others; on request, returns in process 0 the whole commit."""
-    process = generation.process
-    everything = whole_in_first and process == 0
-    parts = range(snapshot.num_parts)
+def _take_parts(generation: Generation, snapshot: Snapshot, *, whole_in_first: bool) -> None:
+    """Takes the parts of which this process keeps copies; on request, in process 0 all."""
+    process, parts = generation.process, range(snapshot.num_parts)
     if not parts or not (whole_in_first or generation.hosts.has_several_hosts):
-        return snapshot.undivided() if everything else None
-    kept = generation.hosts.kept_by(process)
-    wanted = [p for p in parts if p != process and (everything or p in kept)]
-    received = generation.exchange.gather(snapshot.packed([process]), [*map(snapshot.num_bytes, parts)], wanted)
+        return
+    takes = parts if whole_in_first and process == 0 else generation.hosts.kept_by(process)
+    sizes = [snapshot.num_bytes(p) for p in parts]
+    received = generation.exchange.gather(snapshot.packed([process]), sizes, [p for p in takes if p != process])
     for p, data in received.items():
         snapshot.unpack([p], data)
-    whole = snapshot.undivided() if everything else None
-    for p in set(received) - set(kept):
-        del snapshot.arrays[p]
-    return whole

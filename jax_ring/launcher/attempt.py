@@ -2,18 +2,17 @@
 
 import asyncio
 import collections
-import contextlib
-import dataclasses
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from jax_ring.launcher import environment, events, protocol
+from jax_ring.launcher import environment, events, protocol, signals
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.events import Answer, End, Failure, failure_of_report, failure_of_status
+from jax_ring.launcher.events import End, Failure, failure_of_report, failure_of_status
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process, State, format_ranks
 from jax_ring.launcher.shared import Needs, Shared
+from jax_ring.launcher.signals import SignalledError
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
 from jax_ring.launcher.watching.reader import tell_progress
 
@@ -27,16 +26,21 @@ class _ArgumentError(ValueError):
 
 
 class Attempt:
+    """
+    Attributes:
+      processes: by the launcher's number.
+    """
+
     def __init__(self, shared: Shared, plan: Plan, follower: Follower) -> None:
         self._shared, self._options, self._plan, self._follower = shared, shared.options, plan, follower
         self._log = shared.output.log
-        self._processes: dict[int, Process] = {}  # by the launcher's number
-        self._is_change_pending = False
+        self.processes: dict[int, Process] = {}
+        self._has_exited = asyncio.Event()  # a process, since it was cleared
         self._memory = protocol.memory_prefix_for(f"{plan.job}/{plan.number}")
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
-        telling = tell_progress(self._processes, self._follower)
+        telling = tell_progress(self.processes, self._follower)
         watching = [asyncio.create_task(each) for each in (telling, self._watch_stopped())]
         for task in watching:
             task.add_done_callback(self._unwatched)
@@ -52,11 +56,10 @@ class Attempt:
         finally:
             for task in watching:
                 task.cancel()
-            for process in self._processes.values():
+            for process in self.processes.values():
                 process.kill()
-            await asyncio.gather(*(process.descendants_ended() for process in self._processes.values()))
+            await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
             protocol.remove_memory(self._memory)
-            self._shared.copying.extend(task for process in self._processes.values() for task in process.copying)
 
     def _unwatched(self, task: asyncio.Task) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -64,8 +67,6 @@ class Attempt:
 
     def _start(self, slot: int, rank: int) -> None:
         shared, number = self._shared, next(self._shared.numbers)
-        if where := shared.logs.claim(self._plan.job):
-            self._log(where)
         page = Page.new()
         own = {
             protocol.CONTROL_VARIABLE: shared.server.name,
@@ -80,9 +81,9 @@ class Attempt:
         except OSError:
             page.close()
             raise
-        self._processes[number] = process
+        self.processes[number] = process
         label = f"[{rank}]".rjust(len(f"[{self._plan.num_processes - 1}]"))
-        process.copy_output(shared.output, label, shared.logs.of(self._plan.number, rank))
+        process.copy_output(shared.output, label, shared.logs.of(self._plan.job, self._plan.number, rank))
 
     async def _supervise(self) -> int | None:
         queue = self._shared.queue
@@ -103,27 +104,26 @@ class Attempt:
                     queue.put_nowait(event)
                     return None
                 case events.ChangePending(is_pending):
-                    self._is_change_pending = is_pending
                     for process in self._running():
-                        self._shared.server.tell(process.number, {"change_pending": is_pending})
+                        process.page.words.change_pending = is_pending
                 case events.Blamed(rank):
                     for process in self._running():
                         if process.rank == rank and process.is_stopped():
                             self._failed(Failure(process.name, rank, "is stopped"))
 
     def _running(self) -> list[Process]:
-        return [process for process in self._processes.values() if process.status is None]
+        return [process for process in self.processes.values() if process.status is None]
 
     def _failed(self, failure: Failure, *, is_final: bool = True) -> None:
-        self._follower.tell("failed", [dataclasses.asdict(failure), is_final])
+        self._follower.tell("failed", [failure, is_final])
 
     def reap(self) -> None:
         """Finds exited processes, after SIGCHLD."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             if not process.reap():
                 continue
             assert process.status is not None
-            self._shared.queue.put_nowait(events.Exited())
+            self._has_exited.set()
             if process.status == 0:
                 self._follower.tell("exited", [process.rank, process.name])
             elif process.state not in (State.TOLD, State.KILLED):
@@ -152,38 +152,30 @@ class Attempt:
 
     # ---- What processes ask ------------------------------------------------------------------------------------------
 
-    def asked(self, number: int, message: dict[str, Any], answer: Answer) -> None:
-        """Answers a process's message, now or later."""
-        process = self._processes.get(number)
-        if process is None:
-            answer({"error": "this process belongs to a generation that has ended"})
-            return
+    def asked(self, process: Process, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a process's message."""
         try:
             match message.get("do"):
                 case "initialize":
                     self._follower.tell("initializes", process.rank)
-                    answer({"done": True})
                 case "report":
                     failure = failure_of_report(process.name, process.rank, message)
                     if failure.is_own:
                         process.advance(State.RAISED)
                     self._failed(failure, is_final=False)
-                    answer({"done": True})
                 case "enlist":
                     self._enlist(Needs(message["min_processes"], message["multiple_of"]))
-                    answer({"done": True})
-                    if self._is_change_pending:
-                        self._shared.server.tell(number, {"change_pending": True})
-                case "leave":  # without an answer: it waits to be killed
+                case "leave":
                     reason = f"{process.name} has left: {message['reason']}"
                     self._log(reason)
                     self._follower.tell("left", [process.rank, reason])
                 case other:
                     raise ValueError(f"unknown request {other!r}")
         except _ArgumentError as error:
-            answer({"argument_error": str(error)})
+            return {"argument_error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
-            answer({"error": str(error)})
+            return {"error": str(error)}
+        return {"done": True}
 
     def _enlist(self, needs: Needs) -> None:
         """Makes the job elastic. All processes ask for it."""
@@ -221,7 +213,6 @@ class Attempt:
         loop = asyncio.get_running_loop()
         start = received_at = loop.time()
         said = False
-        later: list[events.Event] = []
         while running := self._running():
             waited = loop.time() - start
             limits = {each: for_raised if each.state is State.RAISED else end.grace for each in running}
@@ -233,19 +224,17 @@ class Attempt:
                 ranks = format_ranks(running)
                 self._log(f"waiting up to {longest:g} s for ranks {ranks} to exit; a second signal kills them")
             until = [*limits.values()] if said else [*limits.values(), _PATIENCE_SECONDS]
-            event = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(start + min(each for each in until if each > waited)):
-                    event = await self._shared.queue.get()
-            if isinstance(event, events.Signalled):
+            self._has_exited.clear()
+            try:
+                seconds = min(each for each in until if each > waited) - waited
+                await signals.unless_signalled(self._shared.queue, self._has_exited.wait(), seconds)
+            except TimeoutError:
+                pass
+            except SignalledError as error:
                 if received is None:
-                    received, received_at = event.signum, loop.time()
+                    received, received_at = error.signum, loop.time()
                 elif loop.time() - received_at >= _PATIENCE_SECONDS:  # else the same one, from a terminal and a wrapper
                     break
-            elif isinstance(event, events.JobEnded | events.LeaderLost):
-                later.append(event)
-        for event in later:
-            self._shared.queue.put_nowait(event)
         self._kill(self._running())
         return received
 

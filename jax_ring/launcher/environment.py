@@ -70,7 +70,6 @@ def variables(
     result = {name: value for name, value in outer.items() if name != protocol.WATCH_VARIABLE}
     result |= {
         "JAX_COORDINATOR_ADDRESS": plan.coordinator,
-        "JAX_COORDINATOR_BIND_ADDRESS": plan.coordinator,
         "JAX_NUM_PROCESSES": str(plan.num_processes),
         "JAX_PROCESS_ID": str(rank),
         protocol.GENERATION_VARIABLE: str(plan.number),

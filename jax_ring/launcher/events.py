@@ -1,9 +1,7 @@
 """The failures that a launcher hears of, and the events that it waits for."""
 
 import asyncio
-import dataclasses
-from collections.abc import Callable
-from types import UnionType
+import signal
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.environment import Plan
@@ -13,15 +11,10 @@ NO_RANK = -1
 _MESSAGE_LENGTH = 500  # of an exception, in the launcher's last line
 
 
-# Answers a process. The answer may come later.
-Answer = Callable[[dict[str, Any]], None]
-
-
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Failure:
+class Failure(NamedTuple):
     """The failure of a process."""
 
     name: str  # of the process, for messages
@@ -45,8 +38,7 @@ def failure_of_status(name: str, rank: int, status: int) -> Failure:
 
 def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
     """A report of the exception that ended it."""
-    lines = str(report.get("message", "")).strip().splitlines()
-    text = lines[0] if lines else ""
+    text = next(iter(str(report.get("message", "")).strip().splitlines()), "")
     if len(text) > _MESSAGE_LENGTH:
         text = text[:_MESSAGE_LENGTH] + " ..."
     caused_by = report.get("caused_by")
@@ -57,21 +49,21 @@ def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
 class Failures(dict[int, Failure]):
     """A generation's failures, in the order in which they became known: by rank, or a negative number for a host."""
 
-    def first(self) -> Failure | None:
-        """The first failure by a process's own fault; without any, the first."""
-        own = [failure for failure in self.values() if failure.is_own]
-        return next(iter(own or self.values()), None)
+    def own(self) -> list[Failure]:
+        """Those by a process's own fault."""
+        return [failure for failure in self.values() if failure.is_own]
+
+    def first(self) -> Failure:
+        """The first by a process's own fault; without any, the first. There has to be one."""
+        return (self.own() or [*self.values()])[0]
 
     def awaited(self) -> set[int]:
         """The ranks that failures blame, and whose own is not known."""
         return {rank for failure in self.values() if (rank := failure.caused_by) is not None and rank >= 0} - set(self)
 
-    def has_own(self) -> bool:
-        return any(failure.is_own for failure in self.values())
-
     def lost(self, count: int) -> frozenset[int]:
         """The ranks at fault, of so many: by themselves, or else those that are blamed, or else all that failed."""
-        own = {failure.rank for failure in self.values() if failure.is_own}
+        own = {failure.rank for failure in self.own()}
         return frozenset(own or self.awaited() or {failure.rank for failure in self.values()}) & frozenset(range(count))
 
 
@@ -101,18 +93,14 @@ class End(NamedTuple):
     """The processes of this host are to end: why, by which signal, and after how many seconds they are killed."""
 
     reason: str
-    signum: int
+    signum: signal.Signals
     grace: float
-
-
-class Exited(NamedTuple):
-    """A process has."""
 
 
 class Signalled(NamedTuple):
     """A signal to the launcher ends the job."""
 
-    signum: int
+    signum: signal.Signals
 
 
 class LeaderLost(NamedTuple):
@@ -126,11 +114,11 @@ class JobEnded(NamedTuple):
     reason: str
 
 
-Event = Begin | ChangePending | Blamed | End | Exited | Signalled | LeaderLost | JobEnded
+Event = Begin | ChangePending | Blamed | End | Signalled | LeaderLost | JobEnded
 
 
-def forget(queue: asyncio.Queue[Event], but: type | UnionType) -> None:
-    """Drops the events that are queued, but those of some types."""
+def forget(queue: asyncio.Queue[Event]) -> None:
+    """Drops the events that are queued, but signals."""
     for _ in range(queue.qsize()):
-        if isinstance(event := queue.get_nowait(), but):
+        if isinstance(event := queue.get_nowait(), Signalled):
             queue.put_nowait(event)

@@ -13,7 +13,6 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.process import Service
-from jax_ring.launcher.events import Answer
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Outcome
 from jax_ring.launcher.hosts.groups import Group
@@ -24,8 +23,7 @@ from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.signals import SignalledError
 
 _OUTPUT_LOST = 120  # Python's exit status where all else went well
-# How long to wait for the end of the output. A descendant outside the process group may hold a pipe open.
-_DRAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 1.0  # after a signal, for the end of the output
 # While it follows, a launcher looks this often who has ended: the one that leads may need to know.
 _LOOK_SECONDS = 1.0
 
@@ -77,12 +75,10 @@ class Job:
         status = None
         while status is None:
             try:
-                address = await self._unless_signalled(self._search.found(), self._search.seconds_left())
-            except TimeoutError:
-                return self._failed(self._search.why_not())
+                address = await self._unless_signalled(self._search.found())
+                status = await (self._lead() if address is None else self._follow(address))
             except CannotGoOnError as error:
-                return self._failed(str(error), error.status)
-            status = await (self._lead() if address is None else self._follow(address))
+                status = self._failed(str(error), error.status)
         return status
 
     def _failed(self, reason: str, status: int = 1) -> int:
@@ -93,7 +89,7 @@ class Job:
 
     async def _lead(self) -> int | None:
         """Leads until the job ends; returns None if another launcher is to lead."""
-        events.forget(self._shared.queue, but=events.Signalled)
+        events.forget(self._shared.queue)
         leader = self._search.lead()
         leading = asyncio.create_task(self._lead_generations(leader))
         leading.add_done_callback(lambda _: self._shared.queue.put_nowait(events.LeaderLost("")))
@@ -135,13 +131,12 @@ class Job:
         """A generation on all hosts, with a coordination service here."""
         own = self._search.own
         with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
-            service = Service(self._shared.output)
+            service = Service(self._shared.output, coordinator, group.num_processes)
             try:
                 if self._options.hosts_change:
                     hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
                     self._shared.output.log(f"generation {group.number - 1}: hosts {hosts}")
                 generation = leader.begin(group, coordinator)
-                service.begin(coordinator, group.num_processes)
                 await leader.finish()
                 return generation.outcome(service.failure())
             finally:
@@ -177,12 +172,10 @@ class Job:
 
     async def _follow(self, address: str) -> int | None:
         """Follows a launcher until the job ends; returns None if that is lost, and another may lead."""
-        events.forget(self._shared.queue, but=events.Signalled)  # before that one may say anything
+        events.forget(self._shared.queue)  # before that one may say anything
         try:
             follower = await self._unless_signalled(self._search.follow(address))
             return await self._followed(follower) if follower is not None else None
-        except CannotGoOnError as error:
-            return self._failed(str(error), error.status)
         finally:
             await self._search.leave()
 
@@ -195,7 +188,7 @@ class Job:
             except TimeoutError:
                 if self._options.hosts_change and not follower.leads:
                     await self._unless_signalled(self._search.ask())
-                    follower.tell_gone(self._search.gone())
+                    follower.tell("gone", self._search.gone())
                 continue
             match event:
                 case events.Signalled(signum):
@@ -229,17 +222,16 @@ class Job:
         return await signals.unless_signalled(self._shared.queue, waiting, seconds)
 
     def _signalled(self, signum: int) -> None:
-        self._shared.queue.put_nowait(events.Signalled(signum))
+        self._shared.queue.put_nowait(events.Signalled(signal.Signals(signum)))
 
     def _pass_on(self, signum: int) -> None:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
-    def _asked(self, number: int, message: dict[str, Any], answer: Answer) -> None:
-        if self._attempt is not None:
-            self._attempt.asked(number, message, answer)
-        else:
-            answer({"error": "this process belongs to a generation that has ended"})
+    def _asked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        if self._attempt is None or (process := self._attempt.processes.get(number)) is None:
+            return {"error": "this process belongs to a generation that has ended"}
+        return self._attempt.asked(process, message)
 
     def _reap(self) -> None:
         if self._attempt is not None:
@@ -249,21 +241,9 @@ class Job:
         """Returns the exit status once output is written. A success waits for slow readers until a signal."""
         patience = None if status == 0 else _DRAIN_SECONDS if is_stopped else self._options.grace
         try:
-            await self._unless_signalled(self._all_written(), patience)
+            await self._unless_signalled(self._shared.output.written(), patience)
         except SignalledError as error:
             return status or 128 + error.signum
         except TimeoutError:
             pass
         return status or (_OUTPUT_LOST if self._shared.output.is_lost else 0)
-
-    async def _all_written(self) -> None:
-        copying = set(self._shared.copying)
-        while copying:
-            _, copying = await asyncio.wait(copying, timeout=_DRAIN_SECONDS)
-            if copying and self._shared.output.is_idle():
-                break  # a descendant holds a pipe open, but writes nothing
-        for task in copying:
-            task.cancel()
-        if copying:
-            await asyncio.wait(copying)
-        await self._shared.output.written()

@@ -1,8 +1,10 @@
-"""Labeled output lines, by threads, so that a blocked reader blocks nothing else."""
+"""Labeled output lines, by threads, so that a blocked reader blocks nothing else; and files that have them, too."""
 
 import asyncio
 import contextlib
+import itertools
 import os
+import pathlib
 import queue
 import re
 import select
@@ -16,6 +18,8 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 _QUEUE_BYTES = 1 << 20
 # After a pause of this length, a progress bar's last state is shown.
 _PAUSE_SECONDS = 0.1
+# How long to wait for the end of a pipe. A descendant outside the process group may hold it open.
+_IDLE_SECONDS = 1.0
 # A longer line is passed on in pieces of this size, so that it does not stay in memory as a whole.
 _LINE_BYTES = 1 << 20
 _ERASE_REST = b"\x1b[K"  # rest of the terminal's line: a longer state of a progress bar may have been there
@@ -165,6 +169,7 @@ class Output:
     def __init__(self, stdout: TextIO | None, stderr: TextIO | None, on_closed: Callable[[], None]) -> None:
         self._on_closed = on_closed
         self.is_lost = False
+        self._copying: set[asyncio.Task] = set()
         self._files = [stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY) for stream in (stdout, stderr)]
         self._is_terminal = [os.isatty(file) for file in self._files]
         self._logs = Writer("log files", self._failed)
@@ -177,8 +182,14 @@ class Output:
         """Writes a message without blocking."""
         self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
 
-    async def copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
-        """Copies lines from a pipe, labeled; `log` is a file without labels, which it closes."""
+    def copy(self, stream: IO[bytes] | None, to_stderr: bool, label: str, color: int, log: int | None = None) -> None:
+        """Begins to copy lines from a pipe, labeled; `log` is a file without labels, which it closes."""
+        assert stream is not None
+        task = asyncio.create_task(self._copy(stream, to_stderr, label, color, log))
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
+
+    async def _copy(self, stream: IO[bytes], to_stderr: bool, label: str, color: int, log: int | None) -> None:
         out, writer = self._files[to_stderr], self._writers[to_stderr]
         prefix, erase = f"{label} ".encode(), b""
         if self._is_terminal[to_stderr]:
@@ -215,12 +226,15 @@ class Output:
             if log is not None:
                 self._logs.close(log)
 
-    def is_idle(self) -> bool:
-        return all(writer.empty.is_set() for writer in (*self._writers, self._logs))
-
     async def written(self) -> None:
-        """Waits until all that was copied or logged is written."""
-        for writer in {*self._writers, self._logs}:
+        """Waits for the ends of all pipes, and until what they brought is written, as all that was logged."""
+        writers = {*self._writers, self._logs}
+        while copying := [*self._copying]:
+            _, left = await asyncio.wait(copying, timeout=_IDLE_SECONDS)
+            if left and all(writer.empty.is_set() for writer in writers):
+                for task in left:  # a descendant holds a pipe open, but writes nothing
+                    task.cancel()
+        for writer in writers:
             await writer.empty.wait()
 
     def _failed(self, file: int, error: OSError) -> None:
@@ -231,3 +245,49 @@ class Output:
         elif file != self._files[1]:
             name = {self._files[0]: "standard output"}.get(file, "a log file")
             self.log(f"cannot write to {name}: {error}. The rest of its output is lost")
+
+
+class LogFiles:
+    """The files of --log-dir: FOLDER/rank-2.out and .err, and FOLDER/restart-1 for the first restart.
+
+    A later job with the same folder has FOLDER/job-2, and so on. Launchers of several hosts may share it.
+
+    log: tells the user where the output is, if it is not in the folder itself.
+    """
+
+    def __init__(self, parent: pathlib.Path | None, log: Callable[[str], None]) -> None:
+        self._parent, self._log = parent, log
+        self._folder: pathlib.Path | None = None  # of the job, once it is known
+
+    def of(self, job: str, restart: int, rank: int) -> tuple[int | None, int | None]:
+        """Descriptors for a rank's standard output and error.
+
+        job: a text that the launchers of all its hosts know, and of no other job.
+        """
+        if self._parent is None:
+            return None, None
+        try:
+            if self._folder is None:
+                numbered = (self._parent / f"job-{number}" for number in itertools.count(2))
+                self._folder = next(each for each in itertools.chain([self._parent], numbered) if _is_of(each, job))
+                if self._folder != self._parent:
+                    self._log(f"the output of this job is in {self._folder}: {self._parent} has that of an earlier one")
+            folder = self._folder / f"restart-{restart}" if restart else self._folder
+            folder.mkdir(exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # what is there is of this job
+            out, err = (os.open(folder / f"rank-{rank}.{end}", flags, 0o666) for end in ("out", "err"))
+        except OSError as error:
+            raise OSError(f"cannot write to --log-dir: {error}") from error
+        return out, err
+
+
+def _is_of(folder: pathlib.Path, job: str) -> bool:
+    """Whether a folder is a job's, which takes one that has no output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = folder / ".job"  # a link, made as a whole, whose target is no file but the job's name
+    # In this order: another launcher of the job takes the folder before it writes.
+    if (any(folder.glob("rank-*")) or any(folder.glob("restart-*"))) and not owner.is_symlink():
+        return False  # by a job that has left no name
+    with contextlib.suppress(FileExistsError):
+        owner.symlink_to(job)
+    return os.readlink(owner) == job

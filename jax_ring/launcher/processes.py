@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import enum
-import itertools
 import os
 import pathlib
-import secrets
 import signal
 import subprocess
 import sys
@@ -24,85 +22,16 @@ _DESCENDANTS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-class LogFiles:
-    """The files of --log-dir: FOLDER/rank-2.out and .err, and FOLDER/restart-1 for the first restart.
-
-    A later job with the same folder has FOLDER/job-2, and so on. Launchers of several hosts may share it.
-    """
-
-    def __init__(self, parent: pathlib.Path | None) -> None:
-        self._parent = parent
-        self.folder: pathlib.Path | None = None  # of the job, once it is known
-
-    def claim(self, job: str) -> str | None:
-        """Finds the folder of a job, and returns what to tell the user of it, if anything.
-
-        job: a text that the launchers of all its hosts know, and of no other job.
-        """
-        if self._parent is None or self.folder is not None:
-            return None
-        try:
-            for number in itertools.count(1):
-                folder = self._parent / f"job-{number}" if number > 1 else self._parent
-                folder.mkdir(parents=True, exist_ok=True)
-                if _owner(folder, job) == job:
-                    self.folder = folder
-                    break
-        except OSError as error:
-            raise OSError(f"cannot write to --log-dir: {error}") from error
-        if self.folder == self._parent:
-            return None
-        return f"the output of this job is in {self.folder}: {self._parent} has that of an earlier one"
-
-    def of(self, restart: int, rank: int) -> tuple[int | None, int | None]:
-        """Descriptors for a rank's standard output and error. Without `claim` no other launcher shares the folder."""
-        self.claim(secrets.token_hex(16))
-        if self.folder is None:
-            return None, None
-        folder = self.folder / f"restart-{restart}" if restart else self.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            out, err = (_open_log(folder / f"rank-{rank}.{end}") for end in ("out", "err"))
-        except OSError as error:
-            raise OSError(f"cannot write to --log-dir: {error}") from error
-        return out, err
-
-
-def _open_log(path: pathlib.Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # what is there is of this job
-
-
-def _owner(folder: pathlib.Path, job: str) -> str:
-    """The job that has a folder: this one, if it was free."""
-    owner = folder / ".job"
-    with contextlib.suppress(FileNotFoundError):
-        return owner.read_text()
-    is_taken = next(folder.glob("rank-*"), None) or next(folder.glob("restart-*"), None)
-    if is_taken:
-        # By a job of jax_ring before it had such files, or by one that has taken the folder since.
-        return owner.read_text() if owner.exists() else ""
-    own = folder / f".job-{secrets.token_hex(8)}"
-    own.write_text(job)  # it gets its name as a whole
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.link(own, owner)
-    finally:
-        own.unlink()
-    return owner.read_text()
-
-
 class State(enum.IntEnum):
     """What a launcher knows of a process. It goes to a later state only; `Process.status` tells whether it has ended.
 
     RUNNING: It runs the script.
-    LEFT: It has left its generation for other members, and waits to be killed.
     RAISED: An exception of its own ends it.
     TOLD: It was told to end, by a signal.
     KILLED: By the launcher.
     """
 
     RUNNING = enum.auto()
-    LEFT = enum.auto()
     RAISED = enum.auto()
     TOLD = enum.auto()
     KILLED = enum.auto()
@@ -115,9 +44,7 @@ class Process:
       number: the launcher's, never used again.
       rank: its index in the job.
       state: what the launcher knows of it.
-      initializes: whether it has come to jax.distributed.initialize().
       status: exit status, or minus its signal; None while it runs.
-      copying: tasks that copy its output.
       page: where it notes its steps.
     """
 
@@ -133,9 +60,7 @@ class Process:
         """Starts the process, which inherits files. Raises OSError if the system cannot."""
         self.number, self.rank, self.page = number, rank, page
         self.state = State.RUNNING
-        self.initializes = False
         self.status: int | None = None
-        self.copying: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None  # of its descendants
         program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if options.is_module else "script"]
         self._process = subprocess.Popen(
@@ -145,10 +70,8 @@ class Process:
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:
-        for to_stderr, stream in enumerate((self._process.stdout, self._process.stderr)):
-            assert stream is not None
-            copy = output.copy(stream, bool(to_stderr), label, self.rank, logs[to_stderr])
-            self.copying.append(asyncio.create_task(copy))
+        output.copy(self._process.stdout, False, label, self.rank, logs[0])
+        output.copy(self._process.stderr, True, label, self.rank, logs[1])
 
     @property
     def pid(self) -> int:

@@ -1,18 +1,19 @@
 """How a process talks to its launcher: generations, and failures.
 
-The launcher listens on a Unix socket named in `JAX_RING_CONTROL`; messages are JSON objects, one per line. `worker.py`
-loads this file by path before JAX may be imported, so it uses only the standard library.
+The launcher listens on a Unix socket named in `JAX_RING_CONTROL`. A connection has one question and one answer, JSON
+objects on a line each. `worker.py` loads this file by path before JAX may be imported, so it uses only the standard
+library.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
-import select
 import socket
 import struct
-import threading
-from typing import Any, NoReturn, Self
+import time
+from typing import Any, NoReturn
 
 CONTROL_VARIABLE = "JAX_RING_CONTROL"
 PROCESS_VARIABLE = "JAX_RING_LAUNCHED"  # the launcher's number of a process, never used again
@@ -54,136 +55,61 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-class Control:
-    """A process's connection to its launcher, for several threads."""
+def ask(do: str, *, awaits_answer: bool = True, seconds: float | None = None, **values: Any) -> None:
+    """Asks this process's launcher for something, from any thread, and waits until it has done it.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()  # protects the connection and the fields below
-        self._received = bytearray()
-        self._change_pending = False
+    Raises RuntimeError without a launcher, when it has ended, or with its reason if it refuses; ValueError if the
+    script is at fault.
 
-    @classmethod
-    def connect(cls) -> Self:
-        """Connects to this process's launcher. Raises RuntimeError without one, or when it has ended."""
-        name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
-        if not name or not number:
-            raise RuntimeError(
-                f"this process was not started by jax_ring's launcher: {CONTROL_VARIABLE} is not set. Start the "
-                "program with: python -m jax_ring.launch -n 4 script.py"
-            )
-        connection = socket.socket(socket.AF_UNIX)
+        ask("enlist", min_processes=2, multiple_of=None)  # makes the job elastic, with the `Needs` of all its processes
+    """
+    name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
+    if not name or not number:
+        raise RuntimeError(
+            f"this process was not started by jax_ring's launcher: {CONTROL_VARIABLE} is not set. Start the "
+            "program with: python -m jax_ring.launch -n 4 script.py"
+        )
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
         try:
             connection.connect(socket_address(name))
-            connection.sendall(encode({"process": int(number)}))
+            connection.sendall(encode({"process": int(number), "do": do, **values}))
+            line = connection.makefile("rb").readline() if awaits_answer else b"{}"
         except OSError as error:
-            connection.close()
             raise RuntimeError(
                 f"the launcher at {CONTROL_VARIABLE}={name} does not answer ({error}). It has ended, or this process "
                 "has inherited the variable from a job that has ended."
             ) from error
-        return cls(connection)
+    if not line:
+        raise RuntimeError("the launcher has ended: it has closed its connection to this process")
+    answer = json.loads(line)
+    if "argument_error" in answer:
+        raise ValueError(answer["argument_error"])
+    if "error" in answer:
+        raise RefusedError(f"jax_ring.launch: {answer['error']}")
 
-    def close(self) -> None:
-        """Closes the connection, unnoticed by the launcher."""
-        self._connection.close()
 
-    def enlist(self, *, min_processes: int, multiple_of: int | None = None) -> None:
-        """Makes this job elastic, with the `Needs` of all its processes.
+def leave(reason: str) -> NoReturn:
+    """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings."""
+    ask("leave", reason=reason)
+    while True:
+        time.sleep(60.0)
 
-        Raises ValueError if the job never has so many processes, and RuntimeError with the launcher's reason if it
-        refuses.
-        """
-        with self._lock:
-            self._send({"do": "enlist", "min_processes": min_processes, "multiple_of": multiple_of})
-            self._reply()
 
-    def leave(self, reason: str) -> NoReturn:
-        """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings.
+def report_failure(error_type: str, message: str, caused_by: int | None) -> None:
+    """Reports the exception that ends this process. It waits up to 2 s for the launcher, and raises nothing.
 
-        Raises RuntimeError if the launcher has ended.
-        """
-        with self._lock:
-            self._send({"do": "leave", "reason": reason})
-            while True:
-                self._receive()
+    caused_by: the index of the process at fault; -1 if unknown, None for this one.
+    """
+    message = message[:_MESSAGE_LENGTH]
+    with contextlib.suppress(RuntimeError):
+        ask("report", seconds=_REPORT_SECONDS, type=error_type, message=message, caused_by=caused_by)
 
-    def change_pending(self) -> bool:
-        """Whether members should leave at their next commit. Raises RuntimeError if the launcher has ended."""
-        if self._lock.acquire(blocking=False):  # else another thread waits for a reply
-            try:
-                while b"\n" in self._received or select.select([self._connection], [], [], 0)[0]:
-                    self._receive()
-            finally:
-                self._lock.release()
-        return self._change_pending
 
-    @classmethod
-    def report_failure(cls, error_type: str, message: str, caused_by: int | None) -> None:
-        """Reports the exception that ends this process.
-
-        It needs no connection, waits up to 2 s for the launcher, and raises nothing.
-
-        caused_by: the index of the process at fault; -1 if unknown, None for this one.
-        """
-        cls._tell({"do": "report", "type": error_type, "message": message[:_MESSAGE_LENGTH], "caused_by": caused_by})
-
-    @classmethod
-    def tell_initialize(cls) -> None:
-        """Says that this process begins to wait for the others in `jax.distributed.initialize`.
-
-        As `report_failure`, but without an answer, for which it would have to wait.
-        """
-        cls._tell({"do": "initialize"}, awaits_reply=False)
-
-    @classmethod
-    def _tell(cls, message: dict[str, Any], *, awaits_reply: bool = True) -> None:
-        try:
-            own = cls.connect()  # a separate one: another thread may hold its own while it waits for a generation
-        except RuntimeError:
-            return
-        try:
-            own._connection.settimeout(_REPORT_SECONDS)
-            own._send(message)
-            if awaits_reply:
-                own._reply()
-        except (RuntimeError, OSError):
-            pass
-        finally:
-            own.close()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._connection.sendall(encode(message))
-        except OSError as error:
-            raise RuntimeError(f"the launcher has ended: {error}") from error
-
-    def _reply(self) -> dict[str, Any]:
-        while (message := self._receive()) is None:
-            pass
-        if "argument_error" in message:
-            raise ValueError(message["argument_error"])
-        if "error" in message:
-            raise RefusedError(f"jax_ring.launch: {message['error']}")
-        return message
-
-    def _receive(self) -> dict[str, Any] | None:
-        """Waits for a reply, noting other messages."""
-        while b"\n" not in self._received:
-            try:
-                chunk = self._connection.recv(1 << 16)
-            except ConnectionError:
-                chunk = b""
-            if not chunk:
-                raise RuntimeError("the launcher has ended: it has closed its connection to this process")
-            self._received += chunk
-        line, _, rest = bytes(self._received).partition(b"\n")
-        self._received[:] = rest
-        message = json.loads(line)
-        if "change_pending" in message:
-            self._change_pending = message["change_pending"]
-            return None
-        return message
+def tell_initialize() -> None:
+    """Says that this process begins to wait for the others in `jax.distributed.initialize`, and raises nothing."""
+    with contextlib.suppress(RuntimeError):
+        ask("initialize", awaits_answer=False, seconds=_REPORT_SECONDS)
 
 
 def write_mark(file: int, is_whole: bool, generation: int, number: int) -> None:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
-from jax_ring.launcher.output import Output
-from jax_ring.launcher.processes import LogFiles
+from jax_ring.launcher.output import LogFiles, Output
 
 _LONGEST_BACKOFF_SECONDS = 60.0
 
@@ -55,8 +54,7 @@ class Shared:
         self.restarts = 0  # used up so far
         self.needs: Needs | None = None  # once a process has told them: the job is elastic
         self.numbers = itertools.count()  # of processes
-        self.logs = LogFiles(options.log_dir)
-        self.copying: list[asyncio.Task] = []  # the output of processes that have ended
+        self.logs = LogFiles(options.log_dir, lambda text: self.output.log(text))
 
     def take_restart(self) -> bool:
         """Uses up a restart; returns whether there was one."""

@@ -70,12 +70,9 @@ def with_environment_defaults(initialize: Callable, own: Mapping[str, str]) -> C
             process_id = int(own["JAX_PROCESS_ID"])
         client, coordinator = load_beside("coordinator/client.py"), own["JAX_COORDINATOR_ADDRESS"]
         if (coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")) == coordinator:
-            load_beside("protocol.py").Control.tell_initialize()
+            load_beside("protocol.py").tell_initialize()
             service = client.without_service()
         else:
-            # It is the address of the launcher's service, at which this process's own would listen.
-            if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") == coordinator:
-                del os.environ["JAX_COORDINATOR_BIND_ADDRESS"]
             service = contextlib.nullcontext()
         with client.with_own_handler(), service:
             initialize(coordinator_address, num_processes, process_id, *rest, **options)
@@ -219,7 +216,7 @@ def report(error: BaseException) -> None:
     """Tells the launcher the exception that ends this process."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    load_beside("protocol.py").Control.report_failure(name, str(error), blamed_process(error))
+    load_beside("protocol.py").report_failure(name, str(error), blamed_process(error))
 
 
 def forget_own_modules() -> dict[str, types.ModuleType]:

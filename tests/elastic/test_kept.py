@@ -66,7 +66,7 @@ class Writers:
         if key not in self._kept:
             self._kept[key] = KeptCommits(self._files, key[0])
             mine = [protocol.read_mark(file) for file in self._files[2 * key[0] :][:2]]
-            self._kept[key]._last = max((CommitId(m[1], m[0]) for m in mine if m and m[1] < number), default=None)
+            self._kept[key].last = max((CommitId(m[1], m[0]) for m in mine if m and m[1] < number), default=None)
         self._kept[key].write(number, snapshot_of(process, number, divided), member(process, generation, ONE_HOST))
 
 
@@ -178,7 +178,7 @@ def test_what_a_generation_starts_from_stays_until_all_have_gone_on(files, commi
     for generation, number in ((1, 7), (2, 9), (3, 8)):
         kept = [KeptCommits(files, process) for process in (0, 1)]
         for each in kept:
-            each.read(CommitId(6, 0))
+            each.last = CommitId(6, 0)
         kept[0].write(number, snapshot_of(0, number), member(0, generation, ONE_HOST))
         assert_newest(files, 6)
     kept[1].write(8, snapshot_of(1, 8), member(1, 3, ONE_HOST))
@@ -252,6 +252,100 @@ def test_a_state_goes_on_in_the_next_process(files, monkeypatch):
     second.commit()
     assert second.commits == 2
     assert [each.number for each in KeptCommits(files, 0).commits()] in ([1, 2], [2, 1])
+
+
+# ---- Several processes, which are threads here -----------------------------------------------------------------------
+
+
+class Member(Alone):
+    """The generation of one of several processes, which are all on one host, or each on its own."""
+
+    def __init__(self, process, count, shared, barrier, hosts):
+        self.process, self.num_processes, self.hosts = process, count, hosts
+        self.is_first_of_host = hosts.first_beside(process) == process
+        self.exchange, self._shared, self._barrier = self, shared, barrier
+
+    def _all(self, value):
+        self._shared[self.process] = value
+        self._barrier.wait(10)
+        values = [self._shared[process] for process in range(self.num_processes)]
+        self._barrier.wait(10)
+        return values
+
+    def post(self, own):
+        return self._all(own)
+
+    def put(self, key, value):
+        self._shared[key] = value
+
+    def get(self, key, process):
+        while key not in self._shared:
+            if self._barrier.broken:  # another process has failed
+                raise threading.BrokenBarrierError
+        return self._shared[key]
+
+    def broadcast(self, own, size, *, is_wanted):
+        (data,) = [each for each in self._all(own) if each is not None]
+        assert len(data) == size
+        return data.copy() if is_wanted else None
+
+    def gather(self, own, sizes, wanted):
+        everyones = self._all(own)
+        assert [*map(len, everyones)] == sizes
+        return {process: everyones[process].copy() for process in wanted}
+
+
+def restored_by(count, hosts, restores):
+    """By process what `restores(generation)` returns, or its error."""
+    shared, barrier, found = {}, threading.Barrier(count), [None] * count
+
+    def run(process):
+        try:
+            found[process] = restores(Member(process, count, shared, barrier, hosts))
+        except RuntimeError as error:
+            found[process] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_without_a_commit_all_begin_with_the_values_of_process_0():
+    def begins(generation):
+        own = {"w": np.full(3, generation.process), "name": f"of {generation.process}"}
+        return restore(generation, own, KeptCommits((), 0), None)
+
+    for number, snapshot in restored_by(3, HostsOfProcesses((0,), 3), begins):
+        found = snapshot.trees({"w": 0, "name": 0})
+        assert (number, found["name"], found["w"].tolist()) == (0, "of 0", [0, 0, 0])
+
+
+def test_a_process_that_has_made_another_state_is_told(files):
+    def begins(generation):
+        return restore(generation, {"w": np.zeros(3 + generation.process // 2)}, KeptCommits((), 0), None)
+
+    *_, last = restored_by(3, HostsOfProcesses((0,), 3), begins)
+    assert "the state of process 2 differs from what process 0 has sent, in the leaves, shapes or dtypes" in str(last)
+
+
+def test_each_host_has_a_part_of_a_commit(files, commit):
+    """A third one, which has come, has nothing."""
+    for process in (0, 1):
+        commit(process, 6)
+
+    def goes_on(generation):
+        own = files[2 * generation.process : 2 * generation.process + 2]
+        return restore(generation, values(0), KeptCommits(own, 0), None)
+
+    for number, snapshot in restored_by(3, HostsOfProcesses((0, 1, 2), 3), goes_on):
+        assert (number, snapshot.num_parts) == (6, 0)
+        found = snapshot.trees(values(0))
+        for name, expected in values(6).items():
+            np.testing.assert_array_equal(found[name], expected)
 
 
 # ---- Files that are damaged ------------------------------------------------------------------------------------------
@@ -334,13 +428,18 @@ def test_a_post_of_no_whole_commit_is_not_taken(files, row):
         restore(Liar(), values(0), KeptCommits(files, 0), None)
 
 
-def test_files_of_others_are_left_alone(files, monkeypatch, tmp_path):
+def test_files_of_others_are_left_alone(files, commit, monkeypatch, tmp_path):
+    commit(0, 6)
     monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (1, *files))))
-    assert KeptCommits.of_launcher() is not None
-    with open(tmp_path / "log", "w") as log:
-        monkeypatch.setenv(KEPT_VARIABLE, f"1,{log.fileno()}")
-        assert KeptCommits.of_launcher() is None
-    monkeypatch.setenv(KEPT_VARIABLE, "1,9999")
-    assert KeptCommits.of_launcher() is None
+    assert [*KeptCommits.of_launcher().commits()] == [CommitId(6, 0)]
+    log = tmp_path / "log"
+    log.write_bytes(protocol.KEPT_MARK.pack(True, 0, 6))
+    with log.open("r+b") as stream:
+        for others in (f"0,{stream.fileno()},{stream.fileno()}", "1,9999"):
+            monkeypatch.setenv(KEPT_VARIABLE, others)
+            kept = KeptCommits.of_launcher()
+            assert kept.commits() == {}
+            kept.write(7, snapshot_of(0, 7), member(0, 0, ONE_HOST))
+    assert log.read_bytes() == protocol.KEPT_MARK.pack(True, 0, 6)
     monkeypatch.delenv(KEPT_VARIABLE)
-    assert KeptCommits.of_launcher() is None
+    assert KeptCommits.of_launcher().commits() == {}

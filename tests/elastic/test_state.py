@@ -1,11 +1,8 @@
 """`State` and `run` in one process: what a commit keeps, what is refused, and commits on disk."""
 
-import contextlib
 import copy
-import json
 import os
 import pickle
-import socket
 import threading
 import types
 
@@ -22,6 +19,7 @@ from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.protocol import KEPT_VARIABLE
+from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
 from jax_ring.launcher.worker import blamed_process
 
 
@@ -81,8 +79,7 @@ def test_a_job_has_one_call(monkeypatch):
     for _ in range(2):  # a call that the launcher refuses is none
         with pytest.raises(RuntimeError, match=r"the launcher at \S+=@none does not answer"):
             train(elastic.State(step=0))
-    control = types.SimpleNamespace(enlist=lambda **needs: None)
-    monkeypatch.setattr(loop.Control, "connect", lambda: control)
+    monkeypatch.setattr(protocol, "ask", lambda do, **needs: None)
     train(elastic.State(step=0))
     with pytest.raises(RuntimeError, match=r"^elastic\.run: this program has called"):
         train(elastic.State(step=0))
@@ -175,16 +172,15 @@ def test_a_generation_that_does_not_suit_is_left(monkeypatch, needs, count):
     monkeypatch.setattr(_compat, "num_distributed_processes", lambda: count)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     monkeypatch.setenv("JAX_RING_CONTROL", "@none")
-    with launcher() as (control, received):
-        monkeypatch.setattr(loop.Control, "connect", lambda: control)
-        with pytest.raises(RuntimeError, match="the launcher has ended"):
-            elastic.run(**needs)(lambda state: pytest.fail("it is called"))(elastic.State(step=0))
+    asked = requests(monkeypatch)
+    with pytest.raises(Killed):
+        elastic.run(**needs)(lambda state: pytest.fail("it is called"))(elastic.State(step=0))
     needs = {"min_processes": 1, "num_shards": None, **needs}
-    assert received[1] == {
-        "do": "leave",
-        "reason": f"{count} processes with {count} devices do not suit "
-        f"min_processes={needs['min_processes']}, num_shards={needs['num_shards']}",
-    }
+    reason = (
+        f"{count} processes with {count} devices do not suit "
+        f"min_processes={needs['min_processes']}, num_shards={needs['num_shards']}"
+    )
+    assert asked[1:] == [{"do": "leave", "reason": reason}]
 
 
 def test_members_leave_after_a_commit(monkeypatch):
@@ -203,32 +199,31 @@ def test_members_leave_after_a_commit(monkeypatch):
             except Exception:
                 pytest.fail("train catches it")
 
-    with launcher({"change_pending": True}) as (control, received):
-        monkeypatch.setattr(loop.Control, "connect", lambda: control)
-        with pytest.raises(RuntimeError, match="the launcher has ended"):
-            train(state)
-    assert received[1:] == [{"do": "leave", "reason": "the members change after a commit"}]
+    page = Page.new()
+    page.words.change_pending = True
+    monkeypatch.setenv(PAGE_VARIABLE, str(page.file))
+    asked = requests(monkeypatch)
+    with pytest.raises(Killed):
+        train(state)
+    assert asked[1:] == [{"do": "leave", "reason": "the members change after a commit"}]
     assert (state.commits, state.step) == (1, 1)
+    page.close()
 
 
-@contextlib.contextmanager
-def launcher(*messages):
-    """A launcher that takes an enlistment, sends more, and ends when the process has left."""
-    own, other = socket.socketpair()
-    received = []
+class Killed(BaseException):
+    """In place of the end of this process."""
 
-    def serve():
-        with other, other.makefile("r") as lines:
-            received.append(json.loads(lines.readline()))
-            for message in ({"done": True}, *messages):
-                other.sendall(protocol.encode(message))
-            received.append(json.loads(lines.readline()))
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with own:
-        yield protocol.Control(own), received
-    thread.join()
+def requests(monkeypatch):
+    """What a launcher is asked, that kills this process when it has left."""
+    asked = []
+    monkeypatch.setattr(protocol, "ask", lambda do, **values: asked.append({"do": do, **values}))
+
+    def sleep(seconds):
+        raise Killed
+
+    monkeypatch.setattr(protocol, "time", types.SimpleNamespace(sleep=sleep))
+    return asked
 
 
 def test_other_exceptions_propagate():
@@ -290,6 +285,8 @@ def test_damaged_checkpoints_are_refused(tmp_path):
         ("float64", "float32", "is damaged: it has float64"),
         ("['w']", "['v']", "is damaged: it has object"),
         ("processes", "process", "is damaged, or of another version of jax_ring: it is no header"),
+        ("[-1]", "[]", "is damaged: it has parts of leaves"),
+        ("[3]", '[3], "boxes": [[[[0, 3]]]]'.replace('"', '\\"'), "is damaged: it has parts of leaves"),
     ):
         assert old in text
         header.write_text(text.replace(old, new))
@@ -330,7 +327,7 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(_compat, "num_distributed_processes", lambda: 2)
     monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (lambda key, value: None, get))
     with pytest.raises(RuntimeError, match="process 1 has not begun its function within 60 s; process 0 has") as failed:
-        elastic.State(step=0)._enter(Generation(None))
+        elastic.State(step=0)._enter(Generation())
     assert blamed_process(failed.value) == -1
 
 

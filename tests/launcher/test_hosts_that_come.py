@@ -13,6 +13,7 @@ import pytest
 from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone, reserved_ports
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.watching import page
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -21,15 +22,16 @@ TIME_LIMIT = 60
 SCRIPT = f"""
 import os, pathlib, runpy, sys, time
 here = pathlib.Path(__file__).parent
-control = runpy.run_path({protocol.__file__!r})["Control"].connect()
-control.enlist(min_processes=1)
+control = runpy.run_path({protocol.__file__!r})
+control["ask"]("enlist", min_processes=1, multiple_of=None)
+page = runpy.run_path({page.__file__!r})["Page"].of_launcher()
 names = ("RING_RESTART", "PROCESS_ID", "NUM_PROCESSES", "RING_HOSTS")
 print("at", *(os.environ["JAX_" + name] for name in names), "pid", os.getpid(), flush=True)
 while not (here / "end").exists():
     if (here / ("fail" + os.environ["JAX_PROCESS_ID"] + os.environ["JAX_RING_RESTART"])).exists():
         raise ValueError("bad batch")
-    if control.change_pending():
-        control.leave("members change after a commit")
+    if page.words.change_pending:
+        control["leave"]("members change after a commit")
     time.sleep(0.02)
 """
 

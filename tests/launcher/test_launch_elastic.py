@@ -3,7 +3,6 @@
 import pathlib
 import re
 import signal
-import socket
 
 import pytest
 from launches import assert_gone, run, start
@@ -19,12 +18,11 @@ import atexit, importlib.util, mmap, os, pathlib, signal, sys, time
 spec = importlib.util.spec_from_file_location("control", {protocol.__file__!r})
 control = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(control)
-launcher = control.Control.connect()
 names = ("PROCESS_ID", "NUM_PROCESSES", "RING_GENERATION")
 rank, count, generation = (int(os.environ["JAX_" + name]) for name in names)
 here = pathlib.Path(__file__).parent
 def enlist(min_processes=1, multiple_of=None):
-    launcher.enlist(min_processes=min_processes, multiple_of=multiple_of)
+    control.ask("enlist", min_processes=min_processes, multiple_of=multiple_of)
     print(f"generation {{generation}}: {{rank}} of {{count}}", flush=True)
     there = here / f"{{rank}} in {{generation}}"
     there.with_suffix(".new").write_text(str(os.getpid()))
@@ -76,7 +74,7 @@ def test_some_are_left_over_where_not_all_divide_the_shards(script):
         ELASTIC
         + """
 enlist(multiple_of=4)
-if count == 5: launcher.leave("5 do not divide 4")
+if count == 5: control.leave("5 do not divide 4")
 if generation == 1: kill_itself() if rank == 1 else time.sleep(60)
 """
     )
@@ -98,7 +96,7 @@ def test_too_few_are_left(script):
 
 def test_no_number_of_processes_suits(script):
     """Shards for one or two processes, of which three are needed: a restart does not help."""
-    path = script(ELASTIC + "enlist(3, 2)\nlauncher.leave('3 do not divide 2')")
+    path = script(ELASTIC + "enlist(3, 2)\ncontrol.leave('3 do not divide 2')")
     status, _, err = run("-n", "3", "--max-restarts", "1", "--backoff", "0", path)
     assert status == 1
     assert err.splitlines()[-1] == (
@@ -158,7 +156,7 @@ wait_for_all()
 if generation: sys.exit()
 if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
 while b") T" not in pathlib.Path("/proc", (here / "1 in 0").read_text(), "stat").read_bytes(): time.sleep(0.01)
-control.Control.report_failure("RuntimeError", "rank 1 does not come", 1)
+control.report_failure("RuntimeError", "rank 1 does not come", 1)
 time.sleep(60)
 """
     )
@@ -194,7 +192,7 @@ def test_one_that_exits_while_the_others_wait_for_it_is_named(script):
         ELASTIC
         + """
 if rank == 1: sys.exit()
-launcher._send({"do": "initialize"})
+control.tell_initialize()
 time.sleep(60)
 """
     )
@@ -208,20 +206,17 @@ def test_what_is_refused(script):
     path = script(
         ELASTIC
         + """
-def error_of(function, *arguments, **options):
+def error_of(do, **values):
     try:
-        function(*arguments, **options)
+        control.ask(do, **values)
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error)
 if rank == 1:
     sys.exit()
-def ask():
-    launcher._send({"do": "dance"})
-    launcher._reply()
-error_of(ask)
-error_of(launcher.enlist, min_processes=3)
-launcher.enlist(min_processes=1, multiple_of=4)
-error_of(launcher.enlist, min_processes=2, multiple_of=4)
+error_of("dance")
+error_of("enlist", min_processes=3, multiple_of=None)
+control.ask("enlist", min_processes=1, multiple_of=4)
+error_of("enlist", min_processes=2, multiple_of=4)
 """
     )
     status, out, err = run("-n", "1:2", path)
@@ -266,18 +261,3 @@ def test_needs():
     assert [Needs(2).most(n) for n in range(4)] == [0, 0, 2, 3]
     assert [Needs(2, 12).most(n) for n in range(8)] == [0, 0, 2, 3, 4, 4, 6, 6]
     assert Needs(5, 12).most(5) == 0
-
-
-def test_a_message_that_comes_with_a_reply_counts():
-    here, there = socket.socketpair()
-    with here, there:
-        launcher = protocol.Control(here)
-        there.sendall(protocol.encode({"done": True}) + protocol.encode({"change_pending": True}))
-        launcher.enlist(min_processes=1)
-        assert launcher.change_pending()
-        there.sendall(protocol.encode({"error": "too few"}))
-        with pytest.raises(RuntimeError, match=r"jax_ring\.launch: too few"):
-            launcher.enlist(min_processes=1)
-        there.close()
-        with pytest.raises(RuntimeError, match="the launcher has ended"):
-            launcher.change_pending()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-import types
+import time
 
 import pytest
 from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved_ports, run, start
@@ -12,7 +12,6 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.hosts.links import Link
 from jax_ring.launcher.signals import SignalledError, unless_signalled
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
@@ -195,18 +194,13 @@ print([thread for thread in threads if not blocks(thread)] == [main])
 
 
 @pytest.mark.parametrize("line", [b"5\n", b"[]\n", b"GET / HTTP/1.1\r\n"])
-def test_a_stranger_at_a_port(line):
-    """Neither the launchers of other hosts nor a process has sent it."""
-
+def test_a_stranger_at_the_socket_of_processes(line):
     async def scenario():
-        link = Link(reader := asyncio.StreamReader(), types.SimpleNamespace(write=lambda data: None), 20.0)
-        reader.feed_data(line)
-        assert await link.receive() is None
         asked = []
         server = ControlServer(lambda *question: asked.append(question))
         await server.start()
         reader, writer = await asyncio.open_unix_connection(protocol.socket_address(server.name))
-        writer.write(protocol.encode({"process": 0}) + line)
+        writer.write(line)
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
@@ -214,6 +208,30 @@ def test_a_stranger_at_a_port(line):
         return asked
 
     assert asyncio.run(scenario()) == []
+
+
+def test_a_stranger_at_a_port(script):
+    """Its connection is closed, a line names it, and the job goes on."""
+    with reserved_ports(1) as (port,):
+        options = ["-n", "1", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}", script("print('here')")]
+        launchers = [start("--node-rank", "0", *options)]
+        until = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n")
+                own = stranger.getsockname()[1]
+                with contextlib.suppress(ConnectionResetError):  # it had more to say
+                    while stranger.recv(1 << 16):
+                        pass
+                break
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        launchers.append(start("--node-rank", "1", *options))
+        first, second = ends(launchers)
+    assert first[:2] == (0, ["[0] here"]), first
+    assert second == (0, ["[1] here"], "")
+    assert f"the connection with 127.0.0.1:{own} is closed: b'GET / HTTP/1.1" in first[2]
+    assert "Traceback" not in first[2]
 
 
 def test_events_are_kept_while_something_else_is_awaited():

@@ -11,7 +11,7 @@ import pytest
 from launches import COMMAND, run
 
 from jax_ring.launcher import output
-from jax_ring.launcher.processes import LogFiles
+from jax_ring.launcher.output import LogFiles
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -140,7 +140,7 @@ def test_log_files(tmp_path):
         assert "to out\n" in texts.values()
         assert "to err\n" in texts.values()
     with pytest.raises(OSError, match=r"^cannot write to --log-dir: .*File exists"):
-        LogFiles(pathlib.Path(path)).of(0, 0)
+        LogFiles(pathlib.Path(path), print).of("job", 0, 0)
 
 
 def texts_in(folder):
@@ -159,21 +159,23 @@ def test_a_later_job_has_log_files_of_its_own(tmp_path):
     assert {name: text for name, text in texts_in(logs).items() if "job" not in name} == first
 
 
-def test_launchers_of_one_job_share_a_folder(tmp_path):
-    def write_to_log(job, restart, rank, text):
-        logs = LogFiles(tmp_path)
-        told = logs.claim(job)
-        for file in logs.of(restart, rank):
-            with open(file, "a") as opened:
-                opened.write(text)
-        return told
+def claim(folder, job, restart=0, rank=0, text=""):
+    """What a launcher of a job tells, that writes this to the file of a rank."""
+    told = []
+    out, err = LogFiles(folder, told.append).of(job, restart, rank)
+    os.write(out, text.encode())
+    os.close(out)
+    os.close(err)
+    return told
 
-    assert write_to_log("one", 0, 0, "a") is None
-    told = f"the output of this job is in {tmp_path}/job-2: {tmp_path} has that of an earlier one"
-    assert write_to_log("two", 0, 0, "b") == told
-    assert write_to_log("one", 0, 1, "c") is None
-    assert write_to_log("two", 1, 3, "d") == told
-    assert write_to_log("one", 0, 1, "e") is None  # a launcher that was started again
+
+def test_launchers_of_one_job_share_a_folder(tmp_path):
+    assert claim(tmp_path, "one", 0, 0, "a") == []
+    told = [f"the output of this job is in {tmp_path}/job-2: {tmp_path} has that of an earlier one"]
+    assert claim(tmp_path, "two", 0, 0, "b") == told
+    assert claim(tmp_path, "one", 0, 1, "c") == []
+    assert claim(tmp_path, "two", 1, 3, "d") == told
+    assert claim(tmp_path, "one", 0, 1, "e") == []  # a launcher that was started again
     outputs = {name: text for name, text in texts_in(tmp_path).items() if name.endswith(".out")}
     of_second = {"job-2/rank-0.out": "b", "job-2/restart-1/rank-3.out": "d"}
     assert outputs == {"rank-0.out": "a", "rank-1.out": "ce"} | of_second
@@ -181,10 +183,8 @@ def test_launchers_of_one_job_share_a_folder(tmp_path):
 
 def test_log_files_of_a_job_that_has_left_no_name(tmp_path):
     (tmp_path / "rank-2.out").write_text("old")
-    logs = LogFiles(tmp_path)
-    logs.claim("one")
-    assert logs.folder == tmp_path / "job-2"
-    assert (tmp_path / "rank-2.out").read_text() == "old"
+    claim(tmp_path, "one", rank=2, text="new")
+    assert texts_in(tmp_path) == {"rank-2.out": "old", "job-2/rank-2.out": "new", "job-2/rank-2.err": ""}
 
 
 def test_launchers_that_claim_a_folder_at_once(tmp_path):
@@ -192,18 +192,17 @@ def test_launchers_that_claim_a_folder_at_once(tmp_path):
     launchers = [(job, rank) for job in "abcd" for rank in range(2)]
     together = threading.Barrier(len(launchers))
 
-    def claim(attempt, job, rank):
-        logs = LogFiles(tmp_path / str(attempt))
+    def write(attempt, job, rank):
         together.wait()
-        logs.claim(job)
-        for file in logs.of(0, rank):
-            os.close(file)
-        return job, logs.folder
+        claim(tmp_path / str(attempt), job, rank=rank, text=job)
 
     with concurrent.futures.ThreadPoolExecutor(len(launchers)) as pool:
         for attempt in range(50):
-            claims = set(pool.map(lambda launcher, attempt=attempt: claim(attempt, *launcher), launchers))
-            assert len(claims) == len({folder for _, folder in claims}) == 4, claims
+            list(pool.map(lambda launcher, attempt=attempt: write(attempt, *launcher), launchers))
+            texts = texts_in(tmp_path / str(attempt))
+            folders = [name.removesuffix("rank-0.out") for name in texts if name.endswith("rank-0.out")]
+            pairs = [[texts[f"{folder}rank-{rank}.out"] for rank in range(2)] for folder in folders]
+            assert sorted(pairs) == [["a"] * 2, ["b"] * 2, ["c"] * 2, ["d"] * 2]
 
 
 def test_log_files_are_closed_when_a_process_has_ended(tmp_path):

@@ -8,7 +8,6 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, assert_gone, command_with, run, st
 
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.server import without_proxy
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.shared import Shared
 
@@ -301,7 +300,6 @@ def test_devices_of_nested_launches(outer, devices, expected):
     ],
 )
 def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
-    assert without_proxy("[::1]:80", outer) == expected
     found = environment.variables(
         Options(()), Plan("job", 0, (0, 1), 0, 2, "[::1]:80"), {}, slot=1, rank=1, outer=outer
     )
@@ -338,9 +336,9 @@ os._exit(0)  # JAX's preemption manager waits at exit, after SIGTERM, for a proc
 def test_control_without_a_launcher(monkeypatch):
     monkeypatch.delenv(protocol.CONTROL_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"Start the program with: python -m jax_ring\.launch"):
-        protocol.Control.connect()
-    protocol.Control.report_failure("ValueError", "bad batch", None)  # no error of its own
+        protocol.ask("enlist")
+    protocol.report_failure("ValueError", "bad batch", None)  # no error of its own
     monkeypatch.setenv(protocol.CONTROL_VARIABLE, "@nobody")
     monkeypatch.setenv(protocol.PROCESS_VARIABLE, "0")
     with pytest.raises(RuntimeError, match="the launcher at JAX_RING_CONTROL=@nobody does not answer"):
-        protocol.Control.connect()
+        protocol.ask("enlist")

@@ -10,11 +10,12 @@ import pytest
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.events import Failure
+from jax_ring.launcher.events import ChangePending, Failure
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Generation, Outcome, Phase
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader
+from jax_ring.launcher.hosts.messages import Hello, Message
 from jax_ring.launcher.job import Job
 from jax_ring.launcher.shared import Needs, Shared
 from jax_ring.launcher.signals import SignalledError
@@ -33,21 +34,22 @@ class Link:
         self.is_silent = False
         self.send, self.receive, self.abort = self.sent.append, self.messages.get, lambda: None
 
+    async def close(self):
+        pass
+
 
 class Hosts:
     """A leader a with a group of a and b, which runs."""
 
-    def __init__(self):
-        shared = Shared(OPTIONS)
+    def __init__(self, options=OPTIONS):
+        shared = Shared(options)
         self.shared, self.queue, self.register = shared, shared.queue, Register(at_the_beginning(["a:1"]))
         self.leader = Leader(Host("a", "a:1", (0,)), shared, self.register, Evidence(20.0))
 
     async def comes(self, name, needs=None):
         link = Link()
-        hello = {
-            "host": [name, f"{name}:1", [0]], "node_rank": None, "gone": [], "restarts": 0, "needs": needs,
-            "started": self.register.started, "accepted": [], "options": ["2:3", OPTIONS.heartbeat_timeout],
-        }  # fmt: skip
+        options = ("2:3", OPTIONS.heartbeat_timeout)
+        hello = Hello(Host(name, f"{name}:1", (0,)), None, (), 0, needs, self.register.started, (), options)
         link.serving = asyncio.create_task(self.leader.serve(link, hello))
         await asyncio.sleep(0)
         return link
@@ -73,8 +75,8 @@ def test_a_host_that_goes_away_again_changes_nothing():
         job = Hosts()
         member = await job.begin()
         await job.goes(await job.comes("c"))
-        assert member.sent == [{"pending": True, "attempt": 1}, {"pending": False, "attempt": 1}]
-        assert job.events() == [events.ChangePending(True), events.ChangePending(False)]
+        assert member.sent == [Message("pending", ChangePending(change), 1) for change in (True, False)]
+        assert job.events() == [ChangePending(True), ChangePending(False)]
         job.leader.generation.end("for a test")
         assert not job.leader.generation.outcome(Failure("a", 0, "failed")).has_changed
 
@@ -92,8 +94,8 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
         job.leader.follower.tell("left", [0, "rank 0 has left"])
         if other:
             await job.goes(other)
-        assert member.sent == comes * [{"pending": True, "attempt": 1}]
-        member.messages.put_nowait({"left": [1, "rank 1 has left"], "attempt": 1})
+        assert member.sent == comes * [Message("pending", ChangePending(True), 1)]
+        member.messages.put_nowait(Message("left", (1, "rank 1 has left"), 1))
         await asyncio.sleep(0)
         assert job.events()[-1] == events.End("rank 1 has left", signal.SIGKILL, 0.0)
         assert job.leader.hosts() == job.register.started.hosts
@@ -102,13 +104,13 @@ def test_a_generation_that_was_left_for_a_host_uses_up_no_restart(comes):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [{"accepted": 1}, None])
+@pytest.mark.parametrize("answer", [Message("accepted", 1), None])
 def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
     async def run():
         job = Hosts()
         links = [await job.comes(name) for name in "bc"]
         agreed = asyncio.create_task(job.leader.agree(hosts := job.leader.hosts(), "job"))
-        links[0].messages.put_nowait({"accepted": 1})
+        links[0].messages.put_nowait(Message("accepted", 1))
         await asyncio.sleep(0.05)
         assert not agreed.done()
         links[1].messages.put_nowait(answer)
@@ -118,14 +120,41 @@ def test_a_group_waits_for_its_hosts_as_long_as_they_are_heard_of(answer):
     asyncio.run(run())
 
 
+def test_a_host_with_the_id_of_the_launcher_that_leads_is_refused():
+    async def run():
+        job = Hosts()
+        link = await job.comes("a")
+        await asyncio.wait_for(link.serving, 10)
+        assert link.sent == [Message("refused", "it is this launcher")]
+        assert list(job.leader.guests) == ["a"]
+
+    asyncio.run(run())
+
+
+def test_a_host_whose_processes_do_not_end_is_dropped(monkeypatch):
+    monkeypatch.setattr("jax_ring.launcher.hosts.leader._SLACK_SECONDS", 0.05)
+
+    async def run():
+        job = Hosts(dataclasses.replace(OPTIONS, failure_grace=0.0, grace=0.0))
+        member = await job.begin()
+        member.abort = lambda: member.messages.put_nowait(None)
+        job.leader.generation.end("for a test")
+        job.leader.follower.tell("ended", True)
+        await asyncio.wait_for(job.leader.finish(), 10)
+        assert list(job.leader.guests) == ["a"]
+        assert job.leader.generation.is_over()
+
+    asyncio.run(run())
+
+
 def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
     async def run():
         job = Hosts()
-        await job.comes("b", needs=[1, 2])
+        await job.comes("b", needs=Needs(1, 2))
         await job.comes("c")
         assert [host.id for host in job.leader.hosts()] == ["a", "b"]
         job.shared.needs = None
-        await job.comes("c", needs=[4, None])
+        await job.comes("c", needs=Needs(4, None))
         assert job.leader.hosts() == ()
 
     asyncio.run(run())
@@ -278,11 +307,11 @@ class Watched:
         shared.output, shared.needs = types.SimpleNamespace(log=lambda text: None), needs
         self.sent = []
         hosts = tuple(Host(name, "", (0, 1)) for name in "ab")
-        self.generation = Generation(shared, Group(1, hosts), 0, self.sent.append)
+        self.generation = Generation(shared, Group(1, hosts), 0, lambda *message: self.sent.append(message))
 
     def fails(self, rank, *, is_final=True, **options):
         failure = Failure(f"rank {rank}", rank, "failed", **options)
-        self.generation.take(rank // 2, "failed", [dataclasses.asdict(failure), is_final])
+        self.generation.take(rank // 2, "failed", (failure, is_final))
 
     def exits(self, *ranks):
         for rank in ranks:
@@ -290,7 +319,7 @@ class Watched:
 
     @property
     def ends(self):
-        return [message["end"] for message in self.sent if "end" in message]
+        return [value for kind, value in self.sent if kind == "end"]
 
 
 def soon(scenario):
@@ -315,7 +344,7 @@ def test_it_is_over_when_all_have_exited():
 def test_a_failure_ends_it_once(needs, signum):
     watched = Watched(needs=needs)
     soon(lambda: [watched.fails(2, status=7), watched.fails(3)])
-    assert watched.ends == [["rank 2 of host 1 failed", signum, 0.0]]
+    assert watched.ends == [("rank 2 of host 1 failed", signum, 0.0)]
     assert not watched.generation.is_over()
     for host in range(2):
         watched.generation.take(host, "ended", True)
@@ -329,13 +358,13 @@ def test_a_process_that_others_blame_has_time_to_fail():
 
     async def scenario():
         watched.fails(0, caused_by=3)
-        assert watched.sent == [{"blamed": 3}]  # its host looks whether it is stopped
+        assert watched.sent == [("blamed", events.Blamed(3))]  # its host looks whether it is stopped
         assert watched.generation.phase is Phase.DOUBTING
         await asyncio.sleep(0.02)
         watched.fails(3, status=9)
 
     asyncio.run(scenario())
-    assert watched.ends == [["rank 3 of host 1 failed", signal.SIGTERM, 0.1]]
+    assert watched.ends == [("rank 3 of host 1 failed", signal.SIGTERM, 0.1)]
     assert watched.generation.outcome(None).lost == {3}
 
 
@@ -358,7 +387,7 @@ def test_nobody_waits_for_a_cause_that_has_exited():
 
     asyncio.run(scenario())
     last = "rank 0 failed; rank 3 of host 1 had exited with status 0"
-    assert watched.ends == [[last, signal.SIGTERM, 0.0]]
+    assert watched.ends == [(last, signal.SIGTERM, 0.0)]
     assert str(watched.generation.outcome(None).failure) == last
 
 
@@ -386,10 +415,25 @@ def test_a_blame_that_is_caught_while_its_cause_is_awaited():
     assert (watched.generation.phase, watched.ends) == (Phase.RUNNING, [])
 
 
+def test_a_blame_that_is_left_when_another_is_caught():
+    watched = Watched(grace=0.1)
+
+    async def scenario():
+        watched.fails(0, caused_by=3)
+        watched.fails(1, caused_by=3)
+        await asyncio.sleep(0.02)
+        watched.exits(0)
+        assert watched.generation.phase is Phase.DOUBTING_LONGER
+        await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    assert watched.ends == [("rank 1 failed; rank 0 had exited with status 0", signal.SIGTERM, 0.0)]
+
+
 def test_an_exception_that_is_caught_is_no_failure():
     watched = Watched()
     soon(lambda: [watched.fails(1, is_final=False), watched.fails(0, is_final=False, caused_by=1), watched.exits(1, 0)])
-    assert watched.ends == [["rank 0 failed", signal.SIGTERM, 0.0]]  # the blame alone would have ended it
+    assert watched.ends == [("rank 0 failed", signal.SIGTERM, 0.0)]  # the blame alone would have ended it
     watched = Watched()
     soon(lambda: [watched.fails(1, is_final=False), watched.exits(1)])
     assert watched.ends == []
@@ -404,7 +448,7 @@ def test_those_that_have_left_wait_for_the_others():
 
     asyncio.run(scenario())
     late = "rank 0 has left; others have not within 0.05 s (--leave-timeout)"
-    assert watched.ends == [[late, signal.SIGKILL, 0.0]]
+    assert watched.ends == [(late, signal.SIGKILL, 0.0)]
     watched.generation.lose(1, "is gone", is_change=True)
     assert watched.generation.outcome(None).has_changed
     assert len(watched.ends) == 1
@@ -429,8 +473,8 @@ def test_what_a_launcher_says_at_once_is_not_lost(monkeypatch):
 
 def test_a_signal_before_the_processes_of_a_generation_have_begun(monkeypatch):
     """The launcher waits for none of them."""
-    nothing = types.SimpleNamespace(begin=lambda *_: None, failure=lambda: None, end=lambda: None)
-    monkeypatch.setattr("jax_ring.launcher.job.Service", lambda output: nothing)
+    nothing = types.SimpleNamespace(failure=lambda: None, end=lambda: None)
+    monkeypatch.setattr("jax_ring.launcher.job.Service", lambda *_: nothing)
     job, search, _ = alone(nnodes=1, hosts_change=False, node_rank=0, coordinators=())
 
     async def scenario():

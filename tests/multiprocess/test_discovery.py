@@ -1,5 +1,6 @@
 """What processes publish about their hosts. A fake key-value store stands in for the other processes."""
 
+import json
 import socket
 
 import jax
@@ -38,7 +39,6 @@ class Client:
 def runtime_of(monkeypatch):
     """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
     joined = []
-    monkeypatch.setattr(discovery, "_membership", None)
     monkeypatch.setattr(discovery, "_has_plugins", False)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
@@ -56,10 +56,10 @@ def runtime_of(monkeypatch):
 def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
-    client = Client({"jax_ring/host/1": b"there\0\0node1"})
+    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1"]).encode()})
     joined = runtime_of(client)
     discovery.publish()
-    assert discovery.host_of(0) == client.values["jax_ring/host/0"].decode().partition("\0")[0] != ""
+    assert discovery.host_of(0) == json.loads(client.values["jax_ring/host/0"])[0] != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
@@ -71,8 +71,8 @@ def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, m
     monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
     own = discovery._own_memory()
     assert own
-    others = [f"node7\0{own}\0a".encode(), b"node7\0elsewhere/1:2/0\0b"]
-    runtime_of(Client({f"jax_ring/host/{1 + i}": host for i, host in enumerate(others)}))
+    others = [["node7", own, "a"], ["node7", "elsewhere/1:2/0", "b"]]
+    runtime_of(Client({f"jax_ring/host/{1 + i}": json.dumps(host).encode() for i, host in enumerate(others)}))
     discovery.publish()
     assert discovery.host_of(1) == "node7"
     for _ in range(2):
@@ -121,6 +121,19 @@ def test_a_process_that_does_not_publish_its_host(runtime_of):
     runtime_of(Client())
     with pytest.raises(RuntimeError, match=r"process 1 did not publish its host within 60 s.*JAX_RING_TIMEOUT"):
         discovery.host_of(1)
+
+
+TOO_DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "published", [b"\x80\x04", TOO_DEEP, b"3", b'["a", "b"]', b'["a", "", 3]', b'{"a": 1}', b'"abc"']
+)
+def test_what_is_no_host_is_refused(runtime_of, published):
+    runtime_of(Client({"jax_ring/host/1": published}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^process 1 has published something else than its host: b"):
+            discovery.host_of(1)
 
 
 class FakeKernels:
@@ -174,6 +187,17 @@ def test_gpus_of_other_processes_are_fetched_once(runtime_of, monkeypatch):
     for _ in range(2):
         assert discovery.gpus_of([0, 1]) == {0: GPUS, 1: Gpus((TWO,))}
     assert len(client.waits) == 1
+
+
+@pytest.mark.parametrize("published", [
+    b"\x80\x04", TOO_DEEP, b"3", b"[]", b'[["ab"], [], ""]', b'[[["a", 1]], [], ""]', b'[{"a": 1}, [], ""]',
+    b'[[], [["a", "b"]], ""]', b'[[], [[["a", "b"]]], ""]', b'[[], [[["a", "b"], 1]], ""]', b'[[], 1, ""]',
+])  # fmt: skip
+def test_what_is_no_gpus_is_refused(runtime_of, monkeypatch, published):
+    monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
+    runtime_of(Client({"jax_ring/gpus/1": published}))
+    with pytest.raises(RuntimeError, match=r"^process 1 has published something else than its GPUs: b"):
+        discovery.gpus_of([0, 1])
 
 
 def test_all_processes_have_one_deadline(runtime_of, monkeypatch):

@@ -192,6 +192,50 @@ def test_the_hook_explains_what_xla_raises_as_a_value_error(monkeypatch, capsys)
     assert "has waited 3.0 s in ring_psum of float32[2], which XLA serves between hosts" in capsys.readouterr().err
 
 
+class Store:
+    """A store in which process 2 has published nothing."""
+
+    def __init__(self):
+        self.values = {"jax_ring/waits/1": "ring_psum of int8[3]"}
+
+    def key_value_set(self, key, value, *, allow_overwrite):
+        assert allow_overwrite
+        self.values[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+
+def test_others_are_asked_in_what_they_wait(monkeypatch):
+    store, answers = Store(), {}
+    monkeypatch.setattr(exit_notice, "client", lambda: store)
+    monkeypatch.setattr(runtime, "timeout", lambda: 0.01)
+    xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
+    assert answers == {0: "ring_psum of float32[2]", 1: "ring_psum of int8[3]", 2: ""}
+    assert store.values["jax_ring/waits/0"] == "ring_psum of float32[2]"
+    answers.clear()
+    monkeypatch.setattr(exit_notice, "client", lambda: None)  # as one that is out of reach
+    xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
+    assert answers == {}
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (None, "A process of these has failed, or the connection to it is broken"),
+        ({}, "JAX's coordinator does not answer either"),
+        ({0: "f", 1: "g"}, "Nothing is known of them yet"),
+        ({0: "f", 1: "g", 2: ""}, "no call like it waits in process 2 on host b: stopped, busy"),
+        ({0: "f", 1: "g", 2: "h"}, "differ: process 1 on host a waits in g; process 2 on host b waits in h"),
+    ],
+)
+def test_what_is_known_of_others(monkeypatch, answers, text):
+    monkeypatch.setattr(xla_timeouts, "_state", xla_timeouts._State(names={1: "a", 2: "b"}, answers=answers))
+    assert text in xla_timeouts._what_is_known([1, 2])
+
+
 def test_the_hook_calls_the_one_before(monkeypatch):
     told, shown = [], []
     monkeypatch.setattr(exit_notice, "abort", told.append)

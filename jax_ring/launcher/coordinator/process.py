@@ -1,8 +1,6 @@
 """The launcher's side of the processes that host JAX's coordination service."""
 
-import asyncio
 import contextlib
-import json
 import os
 import pathlib
 import subprocess
@@ -12,25 +10,21 @@ from jax_ring.launcher.events import NO_RANK, Failure, failure_of_status
 from jax_ring.launcher.output import Output
 from jax_ring.launcher.processes import state_of
 
-_copying: set[asyncio.Task] = set()  # references, so that running tasks are not garbage-collected
 _PROGRAM = pathlib.Path(__file__).parent / "server.py"
 _DYING_SECONDS = 1.0  # for threads to end that have been killed
 
 
 class Service:
-    """A process that hosts a coordination service, or is ready to."""
+    """A process that hosts a coordination service; clients that connect before it listens try again."""
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self._process = _start(output)
-
-    def begin(self, address: str, num_processes: int) -> None:
-        """Makes it listen soon; clients that connect earlier try again."""
-        assert self._process.stdin is not None
-        command = {"address": address, "num_processes": num_processes}
-        with contextlib.suppress(BrokenPipeError):  # `started` reports it
-            # A line is far smaller than a pipe's buffer, so this does not block.
-            os.write(self._process.stdin.fileno(), json.dumps(command).encode() + b"\n")
+    def __init__(self, output: Output, address: str, num_processes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_PROGRAM), address, str(num_processes)],
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE,  # it ends with its input
+            start_new_session=True,  # keeps Ctrl-C on a terminal away from it
+            env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
+        )  # fmt: skip
+        output.copy(self._process.stderr, True, "[coordinator]", 0)
 
     def failure(self) -> Failure | None:
         """How it ended by itself, if so, with clients that are not to blame."""
@@ -45,20 +39,5 @@ class Service:
         """Ends it; clients still connected abort."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-
-
-def _start(output: Output) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(_PROGRAM)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,  # keeps Ctrl-C on a terminal away from it
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},  # errors only
-    )  # fmt: skip
-    assert process.stderr is not None
-    copying = asyncio.create_task(output.copy(process.stderr, True, "[coordinator]", 0, None))
-    _copying.add(copying)
-    copying.add_done_callback(_copying.discard)
-    return process
+        assert self._process.stdin is not None
+        self._process.stdin.close()

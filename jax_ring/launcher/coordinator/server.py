@@ -1,12 +1,9 @@
 """JAX's coordination service in its own process, so that no process of a job is special.
 
-The launcher runs this file by path, a process per service. It loads jaxlib, reads one JSON command from standard input,
-starts the service, answers, and ends with its input.
-
-It uses private names of JAX beside `jax_ring/_compat.py`, because importing the package takes seconds.
+The launcher runs this file by path, a process per service, which ends with its input. It uses private names of JAX
+beside `jax_ring/_compat.py`, because importing the package takes seconds.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -30,21 +27,18 @@ def without_proxy(address: str, outer: Mapping[str, str] = os.environ) -> dict[s
     return {name: ",".join(filter(None, (given, host))) for name, given in entries.items()}
 
 
-def main() -> None:
-    from jaxlib import _jax  # the slow part, done before the command comes
+def main(address: str, num_processes: str) -> None:
+    from jaxlib import _jax
 
-    if line := sys.stdin.readline():
-        command = json.loads(line)
-        # One that neither passes a client's death on nor makes clients wait for each other when they exit.
-        service = _jax.get_distributed_runtime_service(
-            command["address"], command["num_processes"], heartbeat_timeout=_HEARTBEAT_SECONDS, recoverable=True
-        )
-        print(json.dumps({"started": command["address"]}), flush=True)
-        sys.stdin.read()
-        assert service is not None  # alive until here
+    # One that neither passes a client's death on nor makes clients wait for each other when they exit.
+    service = _jax.get_distributed_runtime_service(
+        address, int(num_processes), heartbeat_timeout=_HEARTBEAT_SECONDS, recoverable=True
+    )
+    sys.stdin.read()
+    assert service is not None  # alive until here
     # An orderly shutdown would wait for the clients. They have ended, or end with the launcher.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

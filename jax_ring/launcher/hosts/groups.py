@@ -4,12 +4,13 @@ A leader proposes a group with the next number to all its hosts, and starts it w
 cannot reach each other never both start: both would need some of the hosts of the last group.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.shared import Needs
@@ -25,9 +26,6 @@ class Host(NamedTuple):
     id: str  # random, of one launcher: one that is started again has another
     address: str  # host:port where it listens; empty if it does not
     slots: tuple[int, ...]  # the places of the processes that it starts
-
-    def without(self, slots: Collection[int]) -> "Host":
-        return self._replace(slots=tuple(slot for slot in self.slots if slot not in slots))
 
 
 class Group(NamedTuple):
@@ -50,16 +48,20 @@ class Group(NamedTuple):
         """The index of each host's first process."""
         return tuple(itertools.accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
 
+    def index_of(self, host: str) -> int | None:
+        """The index of the host with an id, if it is of the group."""
+        return self.ids.index(host) if host in self.ids else None
+
     def plan_of(self, host: str, coordinator: str) -> Plan:
         """The part of a host with an id. One that is not of the group, such as a leader, has no processes."""
-        parts = {each.id: (each.slots, first) for each, first in zip(self.hosts, self.firsts, strict=True)}
-        slots, first = parts.get(host, ((), 0))
+        index = self.index_of(host)
+        slots, first = ((), 0) if index is None else (self.hosts[index].slots, self.firsts[index])
         return Plan(self.job, self.number - 1, slots, first, self.num_processes, coordinator, self.firsts)
 
     def place_of(self, rank: int) -> tuple[str, int]:
         """The host's id and the slot of a rank."""
-        host, first = [(each, first) for each, first in zip(self.hosts, self.firsts, strict=True) if first <= rank][-1]
-        return host.id, host.slots[rank - first]
+        index = bisect.bisect(self.firsts, rank) - 1
+        return self.hosts[index].id, self.hosts[index].slots[rank - self.firsts[index]]
 
     def may_go_on(self, present: Collection[str], gone: Mapping[str, Collection[str]]) -> bool:
         """Whether hosts with these ids are enough of the group for a next one.
@@ -72,12 +74,7 @@ class Group(NamedTuple):
         here = [host for host in self.ids if host in present]
         if len(self.hosts) == 2 and len(here) == 1 and self.number:
             return not set(self.ids) - {here[0]} - set(gone.get(here[0], ()))
-        return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) and self.ids[0] in here)
-
-    @classmethod
-    def of_message(cls, message: Sequence[Any]) -> "Group":
-        number, hosts, job = message
-        return cls(number, tuple(Host(id_, address, tuple(slots)) for id_, address, slots in hosts), job)
+        return 2 * len(here) > len(self.hosts) or (2 * len(here) == len(self.hosts) > 0 and self.ids[0] in here)
 
 
 def at_the_beginning(addresses: Sequence[str]) -> Group:
@@ -138,12 +135,12 @@ class _Loss:
     """A launcher whose connection has ended.
 
     heard: when it was heard last. acknowledged: when this side sent the last sign of life that it is known to have got.
-    ended: by when it is known to have ended. at: the time of day.
+    ended: by when it is known to have ended; infinity if it is not. at: the time of day.
     """
 
     heard: float
     acknowledged: float = -math.inf
-    ended: float | None = None
+    ended: float = math.inf
     at: str = dataclasses.field(default_factory=lambda: time.strftime("%H:%M:%S"))
 
 
@@ -167,19 +164,18 @@ class Evidence:
     def ended(self, host: str) -> None:
         """Nobody listens at its address, or somebody else."""
         loss = self._losses.setdefault(host, _Loss(time.monotonic()))
-        if loss.ended is None:
-            loss.ended = time.monotonic()
+        loss.ended = min(loss.ended, time.monotonic())
 
     def is_accounted_for(self, host: str) -> bool:
         """Whether there is no hope that it comes soon."""
         loss = self._losses.get(host)
-        return loss is not None and (loss.ended is not None or time.monotonic() - loss.heard > self._silence)
+        return loss is not None and (loss.ended < math.inf or time.monotonic() - loss.heard > self._silence)
 
     def describe(self, host: str) -> str:
         loss = self._losses.get(host)
         if loss is None:
             return "not heard of yet"
-        return f"{'ended' if loss.ended is not None else 'silent, or cannot be reached,'} since {loss.at}"
+        return f"{'ended' if loss.ended < math.inf else 'silent, or cannot be reached,'} since {loss.at}"
 
     def gone(self, own: str, group: Group) -> list[str]:
         """Who can no longer start a group of its own, of the two hosts of a group; see `Group.may_go_on`.
@@ -190,10 +186,8 @@ class Evidence:
         if len(group.hosts) != 2 or own not in group.ids:
             return []
         (other,) = set(group.ids) - {own}
-        loss = self._losses.get(other)
-        if loss is None:
-            return []
         if own == group.ids[0]:
             return [other] if self.is_accounted_for(other) else []
-        is_known = loss.ended is not None and loss.ended < loss.acknowledged + _MARGIN * self._silence
+        loss = self._losses.get(other)
+        is_known = loss is not None and loss.ended < loss.acknowledged + _MARGIN * self._silence
         return [other] if is_known else []

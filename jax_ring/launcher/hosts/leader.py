@@ -3,25 +3,26 @@
 import asyncio
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 from jax_ring.launcher.arguments import Options
+from jax_ring.launcher.events import JobEnded
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Generation, Phase
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, chosen
 from jax_ring.launcher.hosts.links import Link
+from jax_ring.launcher.hosts.messages import Hello, Message
 from jax_ring.launcher.shared import Needs, Shared
 
 # For messages, and for descendants of processes to end.
 _SLACK_SECONDS = 5.0
 
 
-def described(options: Options) -> list[Any]:
+def described(options: Options) -> tuple[str, float]:
     """The options that all launchers of a job have to share."""
     count = f"{options.min_nodes}:{options.nnodes}" if options.hosts_change else str(options.nnodes)
-    return [count, options.heartbeat_timeout]
+    return count, options.heartbeat_timeout
 
 
 @dataclasses.dataclass
@@ -29,10 +30,10 @@ class Guest:
     """A host that is here. link: to it; None for that of this launcher."""
 
     link: Link | None
-    send: Callable[[dict[str, Any]], None]
+    send: Callable[[Message], None]
     host: Host
     node_rank: int | None  # which it asks for
-    gone: list[str]  # what it knows to be gone
+    gone: tuple[str, ...] = ()  # hosts that it knows to be gone
     accepted: int = 0  # the last number
 
 
@@ -42,83 +43,72 @@ class Leader:
     Attributes:
       follower: the side of this host that is led.
       guests: the hosts that are here, by id: this one, then others in the order in which they have come.
-      group, generation: what runs; None if nothing does.
+      generation: what runs; None if nothing does.
     """
 
     def __init__(self, own: Host, shared: Shared, register: Register, evidence: Evidence) -> None:
-        self._own_id, self._shared, self._options = own.id, shared, shared.options
+        self._shared, self._options = shared, shared.options
         self._register, self._evidence = register, evidence
-        self.group: Group | None = None
         self.generation: Generation | None = None
         self._changed = asyncio.Event()
         self.follower = Follower(own.id, register, shared.queue, lambda message: self._hear(self._own, message))
         self.follower.leads = True
-        self.guests = {own.id: Guest(None, self.follower.take, own, self._options.node_rank, [])}
-
-    @property
-    def _own(self) -> Guest:
-        return self.guests[self._own_id]
-
-    @property
-    def name(self) -> str:
-        """This launcher, for other hosts."""
-        return self._own.host.address if self._options.hosts_change else "host 0"
+        self._own = Guest(None, self.follower.take, own, self._options.node_rank)
+        self.guests = {own.id: self._own}
 
     # ---- Hosts -------------------------------------------------------------------------------------------------------
 
-    async def serve(self, link: Link, hello: dict[str, Any]) -> None:
+    async def serve(self, link: Link, hello: Hello) -> None:
         """Takes a host in, until its connection ends."""
         if refusal := self._refusal(hello):
-            link.send({"error": refusal})
+            link.send(Message("refused", refusal))
             await link.close()
             return
-        id_, address, slots = hello["host"]
-        if id_ in self.guests:  # it has noticed first that the connection has ended
-            self._lose(self.guests[id_])
-        host = Host(id_, address, tuple(slots))
-        guest = self.guests[id_] = Guest(link, link.send, host, hello["node_rank"], hello["gone"])
-        self._evidence.found(id_)
-        self._register.learn(
-            Group.of_message(hello["started"]), [Group.of_message(group) for group in hello["accepted"]]
-        )
-        self._shared.restarts = max(self._shared.restarts, hello["restarts"])
-        if hello["needs"] is not None:
-            self._shared.needs = self._shared.needs or Needs(*hello["needs"])
-        link.send({"welcome": self._own_id})
+        host = hello.host
+        if host.id in self.guests:  # it has noticed first that the connection has ended
+            self._lose(self.guests[host.id])
+        guest = self.guests[host.id] = Guest(link, link.send, host, hello.node_rank, hello.gone)
+        self._evidence.found(host.id)
+        self._register.learn(hello.started, hello.accepted)
+        self._shared.restarts = max(self._shared.restarts, hello.restarts)
+        self._shared.needs = self._shared.needs or hello.needs
+        link.send(Message("welcome", True))
         self._compare()
         self._changed.set()
         while (message := await link.receive()) is not None:
             self._hear(guest, message)
         self._lose(guest)
 
-    def _refusal(self, hello: dict[str, Any]) -> str:
+    def _refusal(self, hello: Hello) -> str:
         own = described(self._options)
-        if hello["options"] != own:
+        if hello.options != own:
             names = "--nnodes {} and --heartbeat-timeout {:g}"
-            return f"it was started with {names.format(*own)}, this host with {names.format(*hello['options'])}"
-        rank = hello["node_rank"]
-        for host in [each.host for each in self.guests.values() if rank is not None and each.node_rank == rank]:
-            if host.id != hello["host"][0]:
-                at = f", at {host.address}" if host.address else ""
-                return f"there is a launcher with --node-rank {rank} already{at}"
+            return f"it was started with {names.format(*own)}, this host with {names.format(*hello.options)}"
+        if hello.host.id == self._own.host.id:
+            return "it is this launcher"
+        for guest in self.guests.values():
+            is_other = guest.host.id != hello.host.id
+            if is_other and guest.node_rank is not None and guest.node_rank == hello.node_rank:
+                at = f", at {guest.host.address}" if guest.host.address else ""
+                return f"there is a launcher with --node-rank {hello.node_rank} already{at}"
         return ""
 
-    def _hear(self, guest: Guest, message: dict[str, Any]) -> None:
-        if "accepted" in message:
-            guest.accepted = message["accepted"]
-        elif "gone" in message:
-            guest.gone = message["gone"]
-        elif self.group is not None and self.generation is not None and message.get("attempt") == self.group.number:
-            if (index := self._index(guest)) is None:
-                return
-            for what, value in message.items():
-                if what == "enlisted":
-                    self._shared.needs = Needs(*value)
-                    self._compare()
-                elif what == "signalled" and guest is self._own and not self._options.hosts_change:
+    def _hear(self, guest: Guest, message: Message) -> None:
+        kind, value, attempt = message
+        index = self._index(guest)
+        if kind == "accepted":
+            guest.accepted = value
+        elif kind == "gone":
+            guest.gone = value
+        elif self.generation is not None and index is not None and attempt == self.generation.group.number:
+            if kind == "enlisted":
+                self._shared.needs = value
+                self._compare()
+            elif kind == "signalled":
+                if guest is self._own and not self._options.hosts_change:
                     self.generation.end(*value)
-                else:
-                    self.generation.take(index, what, value)
+            else:
+                self.generation.take(index, kind, value)
         self._changed.set()
 
     def _lose(self, guest: Guest) -> None:
@@ -146,11 +136,12 @@ class Leader:
 
     async def end(self, status: int, reason: str) -> None:
         """Ends the job on all hosts."""
+        over = Message("over", JobEnded(status, reason))
         links = [guest.link for guest in self.guests.values() if guest.link is not None]
         for link in links:
-            link.send({"over": [status, f"{self.name}: {reason}"]})
+            link.send(over)
         await asyncio.gather(*(link.close() for link in links))
-        self._own.send({"over": [status, reason]})
+        self._own.send(over)
 
     async def next_change(self, seconds: float | None = None) -> None:
         """Waits until something changes, or so long."""
@@ -191,15 +182,16 @@ class Leader:
     def leave_out(self, ranks: Collection[int]) -> None:
         """Has the next groups go on without the slots of these ranks of the last one."""
         places = [self._register.started.place_of(rank) for rank in ranks]
-        for guest in self.guests.values():
-            guest.host = guest.host.without([slot for host, slot in places if host == guest.host.id])
+        for host, guest in self.guests.items():
+            slots = tuple(slot for slot in guest.host.slots if (host, slot) not in places)
+            guest.host = guest.host._replace(slots=slots)
 
     async def agree(self, hosts: tuple[Host, ...], job: str) -> Group | None:
         """Proposes a group to all hosts that are here; None if one is lost before it has accepted."""
         group = Group(self._register.next_number(), hosts, job)
         asked, known = list(self.guests.values()), {*self._register.groups, group}
         for guest in asked:
-            guest.send({"propose": group})
+            guest.send(Message("propose", group))
         while missing := [guest for guest in asked if guest.accepted != group.number]:
             if any(self.guests.get(guest.host.id) is not guest for guest in missing):
                 return None
@@ -211,47 +203,48 @@ class Leader:
 
     def begin(self, group: Group, coordinator: str) -> Generation:
         """Starts a generation on all hosts."""
-        self.group = group
-        self.generation = Generation(self._shared, group, self._index(self._own), self._send)
-        start = {"group": group, "coordinator": coordinator, "restarts": self._shared.restarts}
+        self.generation = Generation(self._shared, group, group.index_of(self._own.host.id), self._send)
+        start = Message("start", (group, coordinator, self._shared.restarts))
         for host, guest in self.guests.items():
-            guest.send({"start": start} if host in group.ids or guest is self._own else {"started": group})
+            guest.send(start if host in group.ids or guest is self._own else Message("started", group))
         return self.generation
 
     async def finish(self) -> None:
         """Waits until the generation is over. Hosts that have processes left long after they were told are dropped."""
-        generation, until = self.generation, None
-        while generation is not None and not generation.is_over():
-            now = asyncio.get_running_loop().time()
-            if until is None and generation.phase is Phase.ENDING:
-                until = now + self._options.failure_grace + self._options.grace + _SLACK_SECONDS
-            if until is not None and until <= now:
-                until = math.inf
-                for guest in list(self.guests.values()):
-                    if guest.link is not None and self._index(guest) not in (None, *generation.ended):
-                        self._lose(guest)
-            await self.next_change(until - now if until is not None and until < math.inf else None)
+        if (generation := self.generation) is None:
+            return
+        await self._until(lambda: generation.is_over() or generation.phase is Phase.ENDING)
+        try:
+            async with asyncio.timeout(self._options.failure_grace + self._options.grace + _SLACK_SECONDS):
+                await self._until(generation.is_over)
+        except TimeoutError:
+            for guest in self.guests.values():
+                if guest.link is not None and self._index(guest) not in (None, *generation.ended):
+                    guest.link.abort()
+            await self._until(generation.is_over)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.next_change()
 
     def ended(self) -> None:
         """Nothing runs."""
         if self.generation is not None:
             self.generation.close()
-        self.group = self.generation = None
+        self.generation = None
 
     def _index(self, guest: Guest) -> int | None:
         """Its index among the hosts of the generation, if it is one of them."""
-        return self.group.ids.index(guest.host.id) if self.group and guest.host.id in self.group.ids else None
+        return self.generation.group.index_of(guest.host.id) if self.generation is not None else None
 
     def _compare(self) -> None:
         """Tells the processes whether there would be other hosts."""
-        if self.group is not None and self.generation is not None:
-            self.generation.change(self.hosts() not in ((), self.group.hosts))
+        if self.generation is not None:
+            self.generation.change(self.hosts() not in ((), self.generation.group.hosts))
 
-    def _send(self, message: dict[str, Any], index: int | None = None) -> None:
-        """Sends a message about the generation to a host, or to all."""
-        assert self.group is not None
+    def _send(self, kind: str, value: Any) -> None:
+        """Sends a message about the generation to all of its hosts, and to the side of this one that is led."""
+        assert self.generation is not None
         for guest in list(self.guests.values()):
-            place = self._index(guest)
-            if (place is not None or guest is self._own) and index in (None, place):
-                reason = {"end": [f"{self.name}: {end[0]}", *end[1:]]} if (end := message.get("end")) else {}
-                guest.send({**message, **(reason if guest.link else {}), "attempt": self.group.number})
+            if self._index(guest) is not None or guest is self._own:
+                guest.send(Message(kind, value, self.generation.group.number))

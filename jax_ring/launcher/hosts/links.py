@@ -1,4 +1,4 @@
-"""A connection of two launchers, by TCP: a JSON object per line, and signs of life.
+"""A connection of two launchers, by TCP: a message per line, and signs of life.
 
 Whoever reaches the port can take part, as with JAX's coordination service: the network has to be trusted.
 """
@@ -8,21 +8,24 @@ import contextlib
 import json
 import math
 import time
-from typing import Any
+from collections.abc import Callable
 
-from jax_ring.launcher.protocol import encode
+from jax_ring.launcher.environment import joined
+from jax_ring.launcher.hosts.messages import Message, decode
 
 LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
+Log = Callable[[str], None]
 
 
 class Link:
     """A connection of two launchers.
 
     silence: after so many seconds without a sign of life, a side gives the other up. It sends one ten times as often.
+    log: told of the other side if that is no launcher.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
-        self._reader, self._writer, self._silence = reader, writer, silence
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, log: Log) -> None:
+        self._reader, self._writer, self._silence, self._log = reader, writer, silence, log
         self.heard = time.monotonic()  # when the other side was heard last
         self.acknowledged = -math.inf  # when this side sent the last sign of life that the other is known to have got
         self.is_silent = False
@@ -33,28 +36,32 @@ class Link:
     def own_address(self) -> str:
         return self._writer.get_extra_info("sockname")[0]
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message without blocking, or drops it if the other side has gone."""
         with contextlib.suppress(ConnectionError, RuntimeError):
-            self._writer.write(encode(message))
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def receive(self) -> dict[str, Any] | None:
+    async def receive(self) -> Message | None:
         """The next message; None if the other side has gone, is silent or is no launcher."""
         while True:
             try:
                 async with asyncio.timeout(self._silence):
                     line = await self._reader.readline()
-                message = json.loads(line) if line else None
-            except (TimeoutError, OSError, ValueError) as error:
+                if not line.endswith(b"\n"):
+                    return None
+                message = decode(line)
+            except OSError as error:
                 self.is_silent = isinstance(error, TimeoutError)
                 return None
-            if not isinstance(message, dict):
+            except ValueError as error:
+                host, port, *_ = self._writer.get_extra_info("peername") or ("an unknown host", 0)
+                self._log(f"the connection with {joined(host, port)} is closed: {error}")
                 return None
             self.heard = time.monotonic()
-            if "alive" not in message:
+            if message.kind != "alive":
                 return message
             is_first = self._others_time is None
-            self._others_time, echo = message["alive"]
+            self._others_time, echo = message.value
             if echo is not None:
                 self.acknowledged = echo
             if is_first:
@@ -79,4 +86,4 @@ class Link:
             await asyncio.sleep(self._silence / 10)
 
     def _send_alive(self) -> None:
-        self.send({"alive": [time.monotonic(), self._others_time]})
+        self.send(Message("alive", (time.monotonic(), self._others_time)))

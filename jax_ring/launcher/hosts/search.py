@@ -5,21 +5,19 @@ that of host 0 leads, and a job of one host listens nowhere.
 """
 
 import asyncio
-import contextlib
 import errno
+import math
 import secrets
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
 
-from jax_ring.launcher import environment
+from jax_ring.launcher import environment, events
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader, described
 from jax_ring.launcher.hosts.links import LINE_BYTES, Link
+from jax_ring.launcher.hosts.messages import Answer, Hello, Message
 from jax_ring.launcher.shared import Needs, Shared
 
-LEADS, FOLLOWS, SEARCHES = "leads", "follows", "searches"
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
@@ -34,27 +32,15 @@ class CannotGoOnError(Exception):
         self.status = status
 
 
-class Answer(NamedTuple):
-    """What a launcher answers to another that asks who it is."""
-
-    id: str  # random
-    state: str  # LEADS, FOLLOWS or SEARCHES
-    number: int  # of the last group that it knows to have started
-    runs: bool  # whether it leads one that runs
-
-
-Found = dict[str, Answer | None]  # by address; None where a machine is there, and nobody listens
+Found = dict[str, Answer]  # by address
+_NOBODY = Answer("", False, False, 0, False)  # a machine is there, and nobody listens
 
 
 def best_leader(found: Found, order: list[str]) -> str | None:
     """The address of the launcher to follow, of those that lead; earlier ones in `order` are preferred."""
-    leaders = {address: each for address, each in found.items() if each and each.state == LEADS}
-
-    def rank(address: str) -> tuple[int, bool, int]:
-        place = order.index(address) if address in order else len(order)
-        return leaders[address].number, leaders[address].runs, -place
-
-    return max(leaders, key=rank, default=None)
+    addresses = sorted(found, key=lambda address: order.index(address) if address in order else len(order))
+    leaders = [address for address in addresses if found[address].leads]
+    return max(leaders, key=lambda address: (found[address].number, found[address].runs), default=None)
 
 
 class Search:
@@ -69,13 +55,13 @@ class Search:
         self._shared, self._options = shared, shared.options
         self._order = [environment.joined(*address) for address in self._options.coordinators]
         self._silence = self._options.heartbeat_timeout
-        self._regroup = self._silence / 4  # how long hosts of the last group may take to come again
         self._register = Register(at_the_beginning(self._order))
         self._evidence = Evidence(self._silence)
         self.own = Host(secrets.token_hex(8), "", tuple(range(self._options.processes)))
         self.leader: Leader | None = None
         self.follower: Follower | None = None
         self._server: asyncio.Server | None = None
+        self._said: set[str] = set()
         self._since = time.monotonic()  # when there were last enough hosts
 
     def close(self) -> None:
@@ -95,32 +81,44 @@ class Search:
         Raises CannotGoOnError if that refuses this host.
         """
         try:
-            link = await _connected(address, self._silence)
+            link, answer = await self._connected(address)
         except OSError:
             return None
         if self._server is not None and self.own.address not in self._order:
             port = self._server.sockets[0].getsockname()[1]
             self.own = self.own._replace(address=environment.joined(link.own_address, port))
-        link.send({
-            "host": self.own, "node_rank": self._options.node_rank, "gone": self.gone(),
-            "restarts": self._shared.restarts, "needs": self._shared.needs, "started": self._register.started,
-            "accepted": self._register.accepted, "options": described(self._options),
-        })  # fmt: skip
-        message = await link.receive()
-        if message is None or "error" in message:
-            link.abort()
-            if message is None:
-                return None
-            who = address if self._options.hosts_change else "host 0"
-            raise CannotGoOnError(f"{who} has refused this host: {message['error']}", status=2)
-        self._evidence.found(message["welcome"])
-        name = f"that leads, at {address}," if self._options.hosts_change else "of host 0"
-        self._link = link
-        self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
-        self._receiving = asyncio.create_task(self.follower.receive(link, name, message["welcome"], self._evidence))
-        if self._options.hosts_change:
-            self._shared.output.log(f"follows the launcher at {address}")
-        return self.follower
+        hello = Hello(
+            self.own, self._options.node_rank, self.gone(), self._shared.restarts, self._shared.needs,
+            self._register.started, self._register.accepted, described(self._options),
+        )  # fmt: skip
+        link.send(Message("hello", hello))
+        leader = address if self._options.hosts_change else "host 0"  # its name
+        match await link.receive():
+            case Message("welcome"):
+                self._link = link
+                self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
+                self._receiving = asyncio.create_task(self._receive(link, self.follower, leader, answer.id))
+                if self._options.hosts_change:
+                    self._shared.output.log(f"follows the launcher at {address}")
+                return self.follower
+            case Message("refused", reason):
+                link.abort()
+                raise CannotGoOnError(f"{leader} has refused this host: {reason}", status=2)
+        link.abort()
+        return None
+
+    async def _receive(self, link: Link, follower: Follower, leader: str, leader_id: str) -> None:
+        self._evidence.found(leader_id)
+        while (message := await link.receive()) is not None:
+            if message.kind in ("end", "over"):
+                reason = f"{leader}: {message.value.reason}"
+                message = message._replace(value=message.value._replace(reason=reason))
+            follower.take(message)
+        link.abort()
+        self._evidence.lost(leader_id, link.heard, link.acknowledged)
+        who = f"that leads, at {leader}," if self._options.hosts_change else f"of {leader}"
+        how = "is silent" if link.is_silent else "has ended, or cannot be reached"
+        self._shared.queue.put_nowait(events.LeaderLost(f"the launcher {who} {how}"))
 
     async def leave(self) -> None:
         """Follows no longer."""
@@ -131,30 +129,35 @@ class Search:
 
     # ---- Who is there ------------------------------------------------------------------------------------------------
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._shared.output.log(text)
+
     async def _listen(self) -> set[str]:
         """Listens at the first address in the order that is this host's, or else at any port.
 
         Returns this host's addresses at which others listen. Raises CannotGoOnError if host 0 of a fixed number cannot.
         """
-        taken: set[str] = set()
         if self._server is not None and self.own.address in self._order:
-            return taken
-        server = None
+            return set()
+        taken = set()
         for address in self._order:
             host, port = split(address)
             try:
                 server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE
-                taken |= {address} if is_taken else set()
                 if not self._options.hosts_change:
                     why = "Another program listens there" if is_taken else "It has to be an address of this host"
                     raise CannotGoOnError(f"cannot listen at --coordinator {address}: {error}. {why}") from error
+                if is_taken:
+                    taken.add(address)
                 continue
             if (why_not := environment.why_unreachable(server, host)) is not None:
                 self._shared.output.log(why_not)
             break
-        if server is None:
+        else:
             if self._server is not None:
                 return taken
             server, address = await asyncio.start_server(self._serve, None, 0, limit=LINE_BYTES), ""
@@ -163,61 +166,80 @@ class Search:
         return taken
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self._silence)
-        message = await link.receive() or {}
-        if "ask" in message:
-            link.send({"answer": self._answer()})
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ANSWER_SECONDS):
-                    await link.receive()  # until the other side has it
-            link.abort()
-        elif "host" in message and self.leader is not None:
-            await self.leader.serve(link, message)
-        else:
-            link.abort()
+        link = Link(reader, writer, self._silence, self._shared.output.log)
+        link.send(Message("answer", self._answer()))
+        match await link.receive():
+            case Message("hello", hello) if self.leader is not None:
+                await self.leader.serve(link, hello)
+        link.abort()
 
     def _answer(self) -> Answer:
-        state = LEADS if self.leader else FOLLOWS if self.follower else SEARCHES
-        runs = self.leader is not None and self.leader.group is not None
-        return Answer(self.own.id, state, self._register.started.number, runs)
+        runs = self.leader is not None and self.leader.generation is not None
+        number = self._register.started.number
+        return Answer(self.own.id, self.leader is not None, self.follower is not None, number, runs)
 
     async def ask(self) -> Found:
-        """Asks all that this launcher knows of, and notes who has ended."""
+        """Asks all that this launcher knows of, itself as well, and notes who has ended."""
         hosts = {host for group in self._register.groups if group.number for host in group.hosts if host.address}
-        found = await _ask_all({*self._order, *(host.address for host in hosts)} - {self.own.address}, self._silence)
+        addresses = {*self._order, *(host.address for host in hosts)} - {self.own.address}
+        found = {self.own.address: self._answer()}
+        await asyncio.gather(*(self._ask(address, found) for address in addresses))
         for host in hosts:
-            if host.id == self.own.id:
-                continue
-            answer = found.get(host.address)
-            is_gone = host.address in found and (answer is None or answer.id != host.id)
-            if is_gone or host.address == self.own.address:
+            if host.address in found and found[host.address].id != host.id:
                 self._evidence.ended(host.id)
         return found
 
-    def gone(self) -> list[str]:
+    async def _ask(self, address: str, found: Found) -> None:
+        """Finds out what listens at an address, if that is not silent."""
+        try:
+            link, found[address] = await self._connected(address)
+            link.abort()
+        except ConnectionRefusedError:
+            found[address] = _NOBODY
+        except (OSError, ValueError, OverflowError):
+            pass  # silent, or no address: another host has told it
+
+    async def _connected(self, address: str) -> tuple[Link, Answer]:
+        """A connection to a launcher, and what that says of itself. Raises OSError if there is none."""
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            link = Link(
+                *await asyncio.open_connection(*split(address), limit=LINE_BYTES), self._silence, self._say_once
+            )
+            try:
+                match await link.receive():
+                    case Message("answer", answer):
+                        return link, answer
+                raise ConnectionError
+            except BaseException:
+                link.abort()
+                raise
+
+    def gone(self) -> tuple[str, ...]:
         """Hosts that can no longer start a group of their own."""
-        return [host for group in self._register.groups for host in self._evidence.gone(self.own.id, group)]
+        return tuple(host for group in self._register.groups for host in self._evidence.gone(self.own.id, group))
 
     async def found(self) -> str | None:
-        """The address of the launcher that leads; None if this one is to. Set a time limit."""
-        if not self._options.hosts_change and self._options.node_rank == 0:
-            if self._order:
-                await self._listen()
-            return None
-        said: set[str] = set()
+        """The address of the launcher that leads; None if this one is to.
+
+        Raises CannotGoOnError if there is none for too long.
+        """
+        if not self._order:
+            return None  # a job of one host
+        listens = self._options.hosts_change or self._options.node_rank == 0
         while True:
-            taken = await self._listen() if self._options.hosts_change else set()
+            taken = await self._listen() if listens else set()
             found = await self.ask()
             if (leader := best_leader(found, self._order)) is not None:
                 return leader
-            answers = {address: each for address, each in found.items() if each}
-            for address in sorted(taken - {*answers} - said):
-                self._shared.output.log(f"cannot listen at --coordinator {address}: another program listens there")
-                said.add(address)
-            if self.own.address in self._order and all(each.state == SEARCHES for each in answers.values()):
+            there = {address for address, answer in found.items() if answer is not _NOBODY}
+            for address in sorted(taken - there):
+                self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
+            if self.own.address in self._order and not any(answer.follows for answer in found.values()):
                 earlier = self._order[: self._order.index(self.own.address)]
-                if not set(earlier) & set(answers):
+                if there.isdisjoint(earlier):
                     return None
+            if not self.seconds_left():
+                raise CannotGoOnError(self._why_not(None))
             await asyncio.sleep(_POLL_SECONDS)
 
     # ---- Who takes part ----------------------------------------------------------------------------------------------
@@ -227,16 +249,15 @@ class Search:
 
         Raises CannotGoOnError if they are too few for too long.
         """
-        enough_since = asked = None
+        enough_since, asked = None, -math.inf
         while True:
             now = time.monotonic()
-            if self._options.hosts_change and (asked is None or now - asked > _ASK_SECONDS):
+            if now - asked > _ASK_SECONDS:
                 found = await self.ask()
                 asked = time.monotonic()
-                found[self.own.address] = self._answer()
                 if best_leader(found, self._order) != self.own.address:
                     return None
-            leader.follower.tell_gone(self.gone())
+            leader.follower.tell("gone", self.gone())
             hosts = leader.hosts()
             if hosts and (not self._options.hosts_change or leader.is_enough()):
                 self.had_enough()
@@ -248,8 +269,9 @@ class Search:
                     self.had_enough()  # until one was lost
             else:
                 enough_since = None
-                if not self.seconds_left() or self._are_all_too_few(leader):
-                    raise CannotGoOnError(self.why_not())
+                are_all_here = not self._options.hosts_change and len(leader.guests) == self._options.nnodes
+                if are_all_here or not self.seconds_left():
+                    raise CannotGoOnError(self._why_not(leader))
             await leader.next_change(_POLL_SECONDS)
 
     def _is_time(self, leader: Leader, hosts: tuple[Host, ...], waited: float) -> bool:
@@ -259,13 +281,8 @@ class Search:
             return True
         if last.number == 0:
             return len(hosts) == self._options.nnodes or waited >= self._options.join_timeout
-        here = leader.guests
-        return waited >= self._regroup or all(
-            host in here or self._evidence.is_accounted_for(host) for host in last.ids
-        )
-
-    def _are_all_too_few(self, leader: Leader) -> bool:
-        return not self._options.hosts_change and len(leader.here()) == self._options.nnodes
+        missing = set(last.ids) - set(leader.guests)  # which may come again
+        return waited >= self._silence / 4 or all(map(self._evidence.is_accounted_for, missing))
 
     def had_enough(self) -> None:
         """Lets the time begin anew in which this host waits for others."""
@@ -275,23 +292,20 @@ class Search:
         """How long this host may wait for others."""
         return max(0.0, self._since + self._options.node_timeout - time.monotonic())
 
-    def why_not(self) -> str:
-        """Why this host does not go on."""
+    def _why_not(self, leader: Leader | None) -> str:
+        """Why this host, or those that it leads, do not go on."""
         options, needs = self._options, self._shared.needs or Needs()
         waited = f"{options.node_timeout:g} s (--node-timeout)"
-        if not options.hosts_change and self.leader is None:
-            return f"no launcher of host 0 at {self._order[0]} within {waited}"
-        here = self.leader.here() if self.leader else [self.own]
         if not options.hosts_change:
-            if len(here) == options.nnodes:
-                return self.leader.why_not()  # type: ignore[union-attr]
-            ranks = {guest.node_rank for guest in self.leader.guests.values()}  # type: ignore[union-attr]
-            missing = ", ".join(str(rank) for rank in range(options.nnodes) if rank not in ranks)
-            return f"hosts {missing} are not there after {waited}"
+            if leader is None:
+                return f"no launcher of host 0 at {self._order[0]} within {waited}"
+            if missing := {*range(options.nnodes)} - {guest.node_rank for guest in leader.guests.values()}:
+                return f"hosts {', '.join(map(str, sorted(missing)))} are not there after {waited}"
+            return leader.why_not()
+        here = leader.here() if leader else [self.own]
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self._since))
-        ids = {host.id for host in here} | {host.address for host in here}
-        last = self._register.started
-        lost = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in ids]
+        last, known = self._register.started, {name for host in here for name in (host.id, host.address)}
+        lost = [f"{host.address} ({self._evidence.describe(host.id)})" for host in last.hosts if host.id not in known]
         of_what = f"hosts of generation {last.number - 1}" if last.number else "hosts of --coordinator"
         processes = f" with {needs.min_processes} processes (min_processes)" if needs.min_processes > 1 else ""
         return (
@@ -306,35 +320,3 @@ def split(address: str) -> tuple[str, int]:
     """The host and the port of an address."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-async def _connected(address: str, silence: float) -> Link:
-    """A connection to a launcher. Raises OSError if there is none."""
-    async with asyncio.timeout(_ANSWER_SECONDS):
-        return Link(*await asyncio.open_connection(*split(address), limit=LINE_BYTES), silence)
-
-
-async def _ask_all(addresses: Iterable[str], silence: float) -> Found:
-    """What listens at these addresses; without those that are silent."""
-    found: Found = {}
-    await asyncio.gather(*(_ask(address, silence, found) for address in addresses))
-    return found
-
-
-async def _ask(address: str, silence: float, found: Found) -> None:
-    try:
-        link = await _connected(address, silence)
-    except ConnectionRefusedError:
-        found[address] = None
-        return
-    except OSError:
-        return
-    try:
-        link.send({"ask": True})
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            if message := await link.receive():
-                found[address] = Answer(*message["answer"])
-    except (TimeoutError, KeyError, TypeError):
-        pass  # as if it were silent
-    finally:
-        link.abort()

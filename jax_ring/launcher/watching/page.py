@@ -53,14 +53,14 @@ def cut(text: str) -> bytes:
 class Notes(NamedTuple):
     """What is known of a process: `Words` at one time, and what its launcher adds."""
 
-    counts: int
-    limit: float
-    ends_job: bool
-    started: int
-    completed: int
-    completed_ago: float  # seconds
-    compiling_for: float  # seconds; 0 if it does not
-    function: str
+    counts: int = 0
+    limit: float = 0.0
+    ends_job: bool = False
+    started: int = 0
+    completed: int = 0
+    completed_ago: float = 0.0  # seconds
+    compiling_for: float = 0.0  # seconds; 0 if it does not
+    function: str = ""
     compiling: str = ""
     name: str = ""
     status: int | None = None  # None while it runs

@@ -1,8 +1,7 @@
 """Which processes of a job no longer go on: the launcher that leads compares all, and reports them once."""
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
 from jax_ring.launcher.watching.report import Place, Report
@@ -34,12 +33,9 @@ class Watcher:
         self._reported: set[int] = set()  # ranks that are still behind
         self._compiling: set[tuple[int, str]] = set()  # reported compilations
 
-    def take(self, host: int, of_host: str, told: Iterable[Any], now: float) -> None:
-        """Takes what a host tells of its processes. Once all hosts have told, looks at them.
-
-        of_host: follows their names. told: rank and `Notes` of each. now: in seconds.
-        """
-        self._told[host] = {rank: (own := Notes(*each))._replace(name=own.name + of_host) for rank, each in told}
+    def take(self, host: int, told: dict[int, Notes], now: float) -> None:
+        """Takes what a host tells of its processes, by rank. Once all hosts have told, looks at them."""
+        self._told[host] = told
         if len(self._told) == self._num_hosts:
             notes = dict(ChainMap(*self._told.values()))
             self._told.clear()

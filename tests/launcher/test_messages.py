@@ -1,0 +1,101 @@
+"""What launchers say to each other: each message arrives as it was, and what is none ends the connection."""
+
+import asyncio
+import json
+import signal
+import types
+
+import pytest
+
+from jax_ring.launcher.events import Blamed, ChangePending, End, Failure, JobEnded
+from jax_ring.launcher.hosts import messages
+from jax_ring.launcher.hosts.groups import Group, Host
+from jax_ring.launcher.hosts.links import Link
+from jax_ring.launcher.hosts.messages import Answer, Hello, Message
+from jax_ring.launcher.shared import Needs
+from jax_ring.launcher.watching.page import Notes
+from jax_ring.launcher.watching.report import Place
+
+pytestmark = pytest.mark.one_pair  # the launcher is Python's
+
+GROUP = Group(3, (Host("a", "a:1", (0, 1)), Host("b", "", ())), "job")
+VALUES = {
+    "alive": [(1.5, None), (1.5, 2.5)],
+    "answer": [Answer("id", True, False, 3, True)],
+    "hello": [
+        Hello(GROUP.hosts[0], None, (), 0, None, GROUP, (), ("2:3", 20.0)),
+        Hello(GROUP.hosts[1], 1, ("b", "c"), 2, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),
+    ],
+    "welcome": [True],
+    "refused": ["it was started with --nnodes 2"],
+    "propose": [GROUP],
+    "start": [(GROUP, "127.0.0.1:1", 2)],
+    "started": [GROUP],
+    "over": [JobEnded(7, "rank 1 failed")],
+    "end": [End("rank 1 failed", signal.SIGKILL, 0.0)],
+    "pending": [ChangePending(True)],
+    "blamed": [Blamed(3)],
+    "where": [True],
+    "accepted": [3],
+    "gone": [(), ("a",)],
+    "initializes": [0],
+    "enlisted": [Needs(1, 24)],
+    "failed": [(Failure("rank 1", 1, "failed"), False), (Failure("rank 1", 1, "failed", 7, caused_by=-1), True)],
+    "exited": [(0, "rank 0")],
+    "left": [(0, "rank 0 has left")],
+    "progress": [(), ((1, Notes(name="rank 1")), (2, Notes(1, 2.0, True, 5, 4, 0.5, 0.0, "step", "", "rank 2", 0)))],
+    "place": [(1, Place()), (1, Place("in Python", "a call", "a table", "stacks"))],
+    "signalled": [End("received SIGINT", signal.SIGINT, 10.0)],
+    "ended": [True],
+}  # fmt: skip
+
+
+def received(*lines):
+    """What a link makes of lines, and what it says of the other side."""
+
+    async def scenario():
+        said, writer = (
+            [],
+            types.SimpleNamespace(write=lambda data: None, get_extra_info=lambda name: ("::1", 4711, 0, 0)),
+        )
+        link = Link(reader := asyncio.StreamReader(limit=1 << 16), writer, 20.0, said.append)
+        for line in lines:
+            reader.feed_data(line)
+        reader.feed_eof()
+        return [await link.receive() for _ in lines], said
+
+    return asyncio.run(scenario())
+
+
+def test_every_message_arrives_as_it_was():
+    assert set(VALUES) == set(messages._VALUES)
+    sent = [Message(kind, value, 3) for kind, values in VALUES.items() for value in values]
+    found, said = received(*(json.dumps(message).encode() + b"\n" for message in sent if message.kind != "alive"))
+    assert (found, said) == ([message for message in sent if message.kind != "alive"], [])
+    assert [type(message.value) for message in found] == [type(message.value) for message in sent][2:]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"5", b"[]", b"{}", b"null", b"GET / HTTP/1.1\r", b"\xff", b"SSH-2.0-OpenSSH_9.6", b"[" * 50000, b"x" * 70000,
+        b'["over", [0, ""]]', b'["over", [0, ""], null]', b'["over", [0], -1]', b'["over", [0, "", 0], -1]',
+        b'["over", ["0", ""], -1]', b'["over", [true, ""], -1]', b'["over", 0, -1]', b'["over", "ab", -1]',
+        b'["over", {"status": 0, "reason": ""}, -1]', b'["unknown", 0, -1]', b'[["over"], [0, ""], -1]',
+        b'["end", ["", 99, 1.0], 1]', b'["end", ["", 15, NaN], 1]', b'["end", ["", 15, null], 1]',
+        b'["end", ["", 15, 1' + 400 * b"0" + b'], 1]', b'["accepted", [], 1]', b'["accepted", 1.0, 1]',
+        b'["gone", "a", 1]', b'["gone", [1], 1]', b'["propose", [1, [["a", "a:1", [0, "1"]]], ""], 1]',
+        b'["propose", [1, [["a", "a:1"]], ""], 1]', b'["alive", [1.0], -1]', b'["alive", null, -1]',
+    ],
+)  # fmt: skip
+def test_what_is_no_message_ends_the_connection(line):
+    """And a line names the other side."""
+    (message,), said = received(line + b"\n")
+    assert message is None
+    assert len(said) == 1
+    assert said[0].startswith("the connection with [::1]:4711 is closed: ")
+    assert len(said[0]) < 500
+
+
+def test_a_launcher_that_ends_within_a_line_is_no_stranger():
+    assert received(b'["accepted", 3, 1]\n', b'["gone", []') == ([Message("accepted", 3, 1), None], [])
