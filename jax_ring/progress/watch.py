@@ -173,8 +173,8 @@ class Progress:
             if self.page.words.asked:
                 self.page.answer(json.dumps(self._where()))
             if self._is_alone:
-                notes = self.page.read()._replace(name=f"process {process()} (pid {os.getpid()})")
-                watcher.take(0, "", [(process(), notes)], time.monotonic())
+                notes = self.page.read(f"process {process()} (pid {os.getpid()})")
+                watcher.take(0, {process(): notes}, time.monotonic())
 
     def _stop(self) -> None:
         """Ends the thread: Python would end it within C++, and that the process."""

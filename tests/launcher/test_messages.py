@@ -19,7 +19,6 @@ from jax_ring.launcher.watching.report import Place
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
 GROUP = Group(3, (Host("a", "a:1", (0, 1)), Host("b", "", ())), "job")
-NOTES = Notes(1, 2.0, True, 5, 4, 0.1, 0.0, "step", "")
 VALUES = {
     "alive": [(1.5, None), (1.5, 2.5)],
     "answer": [Answer("id", True, False, 3, True)],
@@ -44,8 +43,8 @@ VALUES = {
     "failed": [(Failure("rank 1", 1, "failed"), False), (Failure("rank 1", 1, "failed", 7, caused_by=-1), True)],
     "exited": [(0, "rank 0")],
     "left": [(0, "rank 0 has left")],
-    "progress": [((1, NOTES), (2, NOTES._replace(status=0)))],
-    "place": [(1, Place("python"))],
+    "progress": [(), ((1, Notes(name="rank 1")), (2, Notes(1, 2.0, True, 5, 4, 0.5, 0.0, "step", "", "rank 2", 0)))],
+    "place": [(1, Place()), (1, Place("in Python", "a call", "a table", "stacks"))],
     "signalled": [End("received SIGINT", signal.SIGINT, 10.0)],
     "ended": [True],
 }  # fmt: skip

@@ -99,7 +99,8 @@ class Generation:
                 rank, place = value
                 self._watcher.places[rank] = place
             case "progress":
-                self._watcher.take(index, of_host, value, time.monotonic())
+                told = {rank: notes._replace(name=notes.name + of_host) for rank, notes in value}
+                self._watcher.take(index, told, time.monotonic())
             case "ended":
                 self.ended.add(index)
 

@@ -63,8 +63,8 @@ _VALUES: dict[str, Any] = {
     "failed": tuple[Failure, bool],  # and whether the process has ended or is to
     "exited": tuple[int, str],  # with status 0: a rank, and the name of the process
     "left": tuple[int, str],  # a rank, and why
-    "progress": tuple[tuple[int, Notes], ...],  # of each process its rank, and what is known of it
-    "place": tuple[int, Place],  # where a rank is
+    "progress": tuple[tuple[int, Notes], ...],  # each rank, and what is known of it
+    "place": tuple[int, Place],  # a rank, and where it is: an answer to "where"
     "signalled": End,  # how this launcher ends its processes
     "ended": bool,  # none runs any more
 }

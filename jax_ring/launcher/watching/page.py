@@ -36,8 +36,7 @@ class Words(ctypes.Structure):
         ("compiling_since", ctypes.c_double),  # 0 if the process does not trace or compile
         ("has_handler", ctypes.c_int64),  # whether the process writes its stacks on the signal
         ("asked", ctypes.c_int64),  # whether the launcher asks where the process is, which has not answered
-        # Whether the processes of an elastic job are to leave at their next commit: the launcher says it.
-        ("change_pending", ctypes.c_int64),
+        ("change_pending", ctypes.c_int64),  # by the launcher: whether to leave an elastic job at the next commit
         ("function", ctypes.c_char * _TEXT_BYTES),  # the watched one that has begun last
         ("compiling", ctypes.c_char * _TEXT_BYTES),  # what is compiled
     ]
@@ -54,14 +53,14 @@ def cut(text: str) -> bytes:
 class Notes(NamedTuple):
     """What is known of a process: `Words` at one time, and what its launcher adds."""
 
-    counts: int
-    limit: float
-    ends_job: bool
-    started: int
-    completed: int
-    completed_ago: float  # seconds
-    compiling_for: float  # seconds; 0 if it does not
-    function: str
+    counts: int = 0
+    limit: float = 0.0
+    ends_job: bool = False
+    started: int = 0
+    completed: int = 0
+    completed_ago: float = 0.0  # seconds
+    compiling_for: float = 0.0  # seconds; 0 if it does not
+    function: str = ""
     compiling: str = ""
     name: str = ""
     status: int | None = None  # None while it runs
@@ -95,7 +94,7 @@ class Page:
         del self.words  # and with it the memory, which nothing else holds
         os.close(self.file)
 
-    def read(self) -> Notes:
+    def read(self, name: str = "", status: int | None = None) -> Notes:
         words = self.words
         completed_at, compiling_since = words.completed_at, words.compiling_since
         now = time.monotonic()  # after both
@@ -103,6 +102,7 @@ class Page:
             words.counts, words.limit, bool(words.ends_job), words.started, words.completed,
             now - completed_at, compiling_since and now - compiling_since,
             words.function.decode(errors="ignore"), words.compiling.decode(errors="ignore"),  # may be cut in a letter
+            name, status,
         )  # fmt: skip
 
     # ---- Behind the page ---------------------------------------------------------------------------------------------

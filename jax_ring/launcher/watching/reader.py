@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process
-from jax_ring.launcher.watching.page import STACKS_SIGNAL, Notes
+from jax_ring.launcher.watching.page import STACKS_SIGNAL
 from jax_ring.launcher.watching.report import STOPPED, Place, readable
 from jax_ring.launcher.watching.watcher import LOOK_SECONDS
 
@@ -25,11 +25,7 @@ async def tell_progress(processes: Mapping[int, Process], follower: Follower) ->
             running = [process for process in processes.values() if process.status is None]
             for process, place in zip(running, await asyncio.gather(*map(_place, running)), strict=True):
                 follower.tell("place", [process.rank, place])  # stacks are long: each has a message of its own
-        follower.tell("progress", [(each.rank, _notes(each)) for each in processes.values()])
-
-
-def _notes(process: Process) -> Notes:
-    return process.page.read()._replace(name=process.name, status=process.status)
+        follower.tell("progress", [(each.rank, each.page.read(each.name, each.status)) for each in processes.values()])
 
 
 async def _place(process: Process) -> Place:

@@ -1,8 +1,7 @@
 """Which processes of a job no longer go on: the launcher that leads compares all, and reports them once."""
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes
 from jax_ring.launcher.watching.report import Place, Report
@@ -29,17 +28,14 @@ class Watcher:
         self.places: dict[int, Place] = {}
         self._told: dict[int, dict[int, Notes]] = {}  # by host and rank, since the last look
         self._clock = self._looked = 0.0
-        self._since: dict[int, tuple[tuple, float]] = {}  # by rank of those behind: how far it is, and since when
+        self._since: dict[tuple[int, int, int], float] = {}  # since when ranks that are behind are where they are
         self._is_asking = False
         self._reported: set[int] = set()  # ranks that are still behind
         self._compiling: set[tuple[int, str]] = set()  # reported compilations
 
-    def take(self, host: int, of_host: str, told: Iterable[Any], now: float) -> None:
-        """Takes what a host tells of its processes. Once all hosts have told, looks at them.
-
-        of_host: follows their names. told: rank and `Notes` of each. now: in seconds.
-        """
-        self._told[host] = {rank: (own := Notes(*each))._replace(name=own.name + of_host) for rank, each in told}
+    def take(self, host: int, told: dict[int, Notes], now: float) -> None:
+        """Takes what a host tells of its processes, by rank. Once all hosts have told, looks at them."""
+        self._told[host] = told
         if len(self._told) == self._num_hosts:
             notes = dict(ChainMap(*self._told.values()))
             self._told.clear()
@@ -59,9 +55,7 @@ class Watcher:
         elapsed, self._looked = min(now - self._looked, 2 * LOOK_SECONDS), now
         if not any(each.compiling_for for each in running.values()):
             self._clock += elapsed
-        # One that has exited well is still ahead.
-        furthest = max((each.started for each in notes.values() if each.counts == STEPS and not each.status), default=0)
-        behind = self._behind(running, furthest, limit)
+        behind = self._behind(notes, running, limit)
         self._reported &= behind
         if not behind or self._reported:
             self._is_asking = False
@@ -73,18 +67,17 @@ class Watcher:
             self._is_asking, self._reported = False, behind
             self._report(notes, running, behind, limit)
 
-    def _behind(self, running: Mapping[int, Notes], furthest: int, limit: float) -> set[int]:
+    def _behind(self, notes: Mapping[int, Notes], running: Mapping[int, Notes], limit: float) -> set[int]:
         """Those without progress; none unless one has made none for as long as `limit`."""
-        lacking = {
-            rank: (each.started, each.completed)
+        # One that has exited well is still ahead.
+        furthest = max((each.started for each in notes.values() if each.counts == STEPS and not each.status), default=0)
+        lacking = [
+            (rank, each.started, each.completed)
             for rank, each in running.items()
             if each.completed < (each.started if each.counts == EXECUTIONS else furthest)
-        }
-        self._since = {
-            rank: known if (known := self._since.get(rank)) and known[0] == what else (what, self._clock)
-            for rank, what in lacking.items()
-        }
-        ages = {rank: self._clock - since for rank, (_, since) in self._since.items()}
+        ]
+        self._since = {place: self._since.get(place, self._clock) for place in lacking}
+        ages = {rank: self._clock - since for (rank, *_), since in self._since.items()}
         is_late = any(age > limit and running[rank].counts for rank, age in ages.items())
         # The others need not have noticed at the same moment.
         return {rank for rank, age in ages.items() if age > limit / 2} if is_late else set()
