@@ -12,14 +12,15 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from jax_ring import _compat, runtime
 from jax_ring.distributed import exit_notice
 from jax_ring.launcher import protocol
+from jax_ring.launcher.schema import read
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 
@@ -49,24 +50,8 @@ class Gpus(NamedTuple):
 
     own: tuple[Identity, ...] = ()  # its JAX devices, by id
     # pairs of visible GPUs, the first without peer access to the second
-    severed: frozenset[tuple[Identity, Identity]] = frozenset()
+    severed: tuple[tuple[Identity, Identity], ...] = ()
     why_not: str = ""  # why it can serve no GPUs, or ""
-
-    def to_bytes(self) -> bytes:
-        return json.dumps([self.own, sorted(self.severed), self.why_not]).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Gpus":
-        own, severed, why_not = json.loads(data)
-        pairs = frozenset((_of_texts(Identity, one), _of_texts(Identity, other)) for one, other in severed)
-        return cls(tuple(_of_texts(Identity, gpu) for gpu in own), pairs, str(why_not))
-
-
-def _of_texts(kind: Any, found: Any) -> Any:
-    """A named tuple of what a process has published. Raises ValueError if that is no list of its texts."""
-    if type(found) is not list or [*map(type, found)] != [str] * len(kind._fields):
-        raise ValueError(f"{found!r:.80} is no {kind.__name__}")
-    return kind(*found)
 
 
 class _Membership:
@@ -95,7 +80,7 @@ class _Membership:
             if self.process not in self.gpus:
                 gpus = gpus_here()
                 put, _ = _compat.key_value_store(runtime.timeout())
-                put(_key("GPUs", self.process), gpus.to_bytes())
+                put(_key("GPUs", self.process), json.dumps(gpus).encode())
                 self.gpus[self.process] = gpus
             return self.gpus[self.process]
 
@@ -136,9 +121,7 @@ def host_of(process: int) -> str:
     membership = _membership()
     if process not in membership.hosts:
         advice = "A process does so when it has imported jax_ring and called jax.distributed.initialize()"
-        membership.hosts[process] = _fetch(
-            "host", lambda data: _of_texts(_Host, json.loads(data)), process, advice, runtime.timeout()
-        )
+        membership.hosts[process] = _fetch("host", _Host, process, advice, runtime.timeout())
     host, own = membership.hosts[process], membership.hosts[membership.process]
     if host.id == own.id and own.memory and host.memory and own.memory != host.memory:
         raise RuntimeError(
@@ -174,7 +157,7 @@ def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:
         if process not in membership.gpus:
             advice = "A process does so when JAX has started its GPU backend and it has imported jax_ring"
             left = max(0.001, until - time.monotonic())
-            membership.gpus[process] = _fetch("GPUs", Gpus.from_bytes, process, advice, left)
+            membership.gpus[process] = _fetch("GPUs", Gpus, process, advice, left)
     return {process: membership.gpus[process] for process in processes}
 
 
@@ -182,7 +165,7 @@ def _key(what: str, process: int) -> str:
     return f"jax_ring/{what.lower()}/{process}"
 
 
-def _fetch(what: str, read: Callable[[bytes], T], process: int, advice: str, timeout: float) -> T:
+def _fetch(what: str, kind: type[T], process: int, advice: str, timeout: float) -> T:
     """What a process has published. Raises RuntimeError if that does not come, or is something else."""
     _, get = _compat.key_value_store(timeout)
     try:
@@ -193,8 +176,8 @@ def _fetch(what: str, read: Callable[[bytes], T], process: int, advice: str, tim
             f"must get that far. {runtime.TIMEOUT_VARIABLE} sets the time limit."
         ) from error
     try:
-        return read(data)
-    except (ValueError, TypeError, RecursionError) as error:
+        return read(data, kind)
+    except ValueError as error:
         raise RuntimeError(f"process {process} has published something else than its {what}: {data!r:.200}") from error
 
 
@@ -242,7 +225,7 @@ def _gpus_of(kernels: types.ModuleType | None, visible: tuple[int, ...] | None) 
         return Gpus(why_not=f"the CUDA runtime cannot list the GPUs: {error}")
     # JAX numbers the devices of a process in the order of their CUDA ordinals.
     ordinals = range(len(seen)) if visible is None else sorted(i for i in visible if i < len(seen))
-    return Gpus(tuple(seen[i] for i in ordinals), frozenset((seen[a], seen[b]) for a, b in severed if a != b))
+    return Gpus(tuple(seen[i] for i in ordinals), tuple((seen[a], seen[b]) for a, b in severed if a != b))
 
 
 # ---- Hosts of devices that are only compiled for ---------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _enlist(min_processes: int, num_shards: int | None) -> None:
             "elastic.run: this program has called an elastic function before, and a job has one call: new processes "
             "run the script from its beginning. Do all of the training in one function, with one State."
         )
-    protocol.ask("enlist", min_processes=min_processes, multiple_of=multiple_of)
+    protocol.ask("enlist", min_processes, multiple_of)
     _is_called = True
     count = _compat.num_distributed_processes()
     # The launcher forms the first generation before the processes tell what they need.

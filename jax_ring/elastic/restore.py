@@ -8,6 +8,7 @@ from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
+from jax_ring.launcher.schema import read
 
 
 def restore(
@@ -29,7 +30,7 @@ def restore(
     commits, nothing = kept.commits(), Snapshot((), 1, {})
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    own = [[newest_on_disk], *([*commit, found.num_parts, *found.arrays] for commit, found in commits.items())]
+    own = newest_on_disk, [(commit, found.num_parts, [*found.arrays]) for commit, found in commits.items()]
     on_disk, of_processes = _read(generation.post(json.dumps(own).encode()))
     newest = max((commit.number for each in of_processes for commit in each), default=0)
     commit, have = _newest_whole(of_processes)
@@ -65,13 +66,13 @@ def restore(
 def _read(posts: Sequence[bytes]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
     """The newest number on disk, and by process what is there of each commit: the number of parts, and sections."""
     try:
-        posted = [json.loads(each) for each in posts]
-        if {type(number) for rows in posted for row in rows for number in row} <= {int}:
-            found = [{CommitId(*row[:2]): (row[2], {*row[3:]}) for row in rows} for _, *rows in posted]
-            return max(first for (first,), *_ in posted), found
-    except (TypeError, ValueError, LookupError, RecursionError):
-        pass
-    raise RuntimeError(f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}")
+        posted = [read(post, tuple[int, tuple[tuple[CommitId, int, tuple[int, ...]], ...]]) for post in posts]
+    except ValueError as error:
+        raise RuntimeError(
+            f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}"
+        ) from error
+    found = [{commit: (num_parts, {*sections}) for commit, num_parts, sections in kept} for _, kept in posted]
+    return max(on_disk for on_disk, _ in posted), found
 
 
 def _newest_whole(

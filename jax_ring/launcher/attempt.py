@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_ring.launcher import environment, events, protocol, signals
+from jax_ring.launcher.control_server import Answer
 from jax_ring.launcher.environment import Plan
-from jax_ring.launcher.events import End, Failure, failure_of_report, failure_of_status
+from jax_ring.launcher.events import End, Failure, Report, failure_of_report, failure_of_status
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process, State, format_ranks
+from jax_ring.launcher.schema import checked
 from jax_ring.launcher.shared import Needs, Shared
 from jax_ring.launcher.signals import SignalledError
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
@@ -19,6 +21,14 @@ from jax_ring.launcher.watching.reader import tell_progress
 # After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
 _LOOKS_AT_STOPPED = 10  # at a process until it counts as stopped
+
+# What a process asks for, with the type of the values.
+REQUESTS: dict[str, Any] = {
+    "initialize": tuple[()],  # it waits for the others in jax.distributed.initialize()
+    "report": Report,  # an exception ends it
+    "enlist": Needs,  # to make the job elastic
+    "leave": tuple[str],  # its generation, and why: it waits to be killed
+}
 
 
 class _ArgumentError(ValueError):
@@ -152,30 +162,28 @@ class Attempt:
 
     # ---- What processes ask ------------------------------------------------------------------------------------------
 
-    def asked(self, process: Process, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a process's message."""
+    def asked(self, process: Process, do: str, values: Any) -> Answer:
+        """The answer to a process. Nothing of its values is used before they are checked."""
         try:
-            match message.get("do"):
-                case "initialize":
+            match do, checked(values, REQUESTS[do]):
+                case "initialize", _:
                     self._follower.tell("initializes", process.rank)
-                case "report":
-                    failure = failure_of_report(process.name, process.rank, message)
+                case "report", report:
+                    failure = failure_of_report(process.name, process.rank, report)
                     if failure.is_own:
                         process.advance(State.RAISED)
                     self._failed(failure, is_final=False)
-                case "enlist":
-                    self._enlist(Needs(message["min_processes"], message["multiple_of"]))
-                case "leave":
-                    reason = f"{process.name} has left: {message['reason']}"
+                case "enlist", needs:
+                    self._enlist(needs)
+                case "leave", (why,):
+                    reason = f"{process.name} has left: {why}"
                     self._log(reason)
                     self._follower.tell("left", [process.rank, reason])
-                case other:
-                    raise ValueError(f"unknown request {other!r}")
-        except _ArgumentError as error:
-            return {"argument_error": str(error)}
-        except (ValueError, KeyError, TypeError) as error:
-            return {"error": str(error)}
-        return {"done": True}
+        except KeyError:
+            return {"error": f"unknown request {do!r}"}
+        except ValueError as error:
+            return {"error": str(error), "is_argument": isinstance(error, _ArgumentError)}
+        return {}
 
     def _enlist(self, needs: Needs) -> None:
         """Makes the job elastic. All processes ask for it."""

@@ -8,20 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.schema import read
 
-Message = dict[str, Any]
+Answer = dict[str, Any]
 
 
 class ControlServer:
     """Listens to the processes of this launcher.
 
-    handler: called with a process's number and its message; returns the answer.
+    handler: called with a process's number, what it asks for and the values; returns the answer.
 
     Attributes:
       name: of the socket, for `JAX_RING_CONTROL`.
     """
 
-    def __init__(self, handler: Callable[[int, Message], Message]) -> None:
+    def __init__(self, handler: Callable[[int, str, Any], Answer]) -> None:
         self._handler = handler
         # A killed launcher leaves no files behind in the abstract namespace.
         self.name = f"@jax_ring-{secrets.token_hex(16)}"
@@ -36,7 +37,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Other errors: not a process of this launcher, or it has ended.
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError, KeyError, TypeError):
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError):
             if protocol.is_own_user(writer.get_extra_info("socket")):
-                message = dict(json.loads(await reader.readline()))
-                writer.write(protocol.encode(self._handler(int(message["process"]), message)))
+                answer = self._handler(*read(await reader.readline(), tuple[int, str, Any]))
+                writer.write(json.dumps(answer).encode() + b"\n")

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.processes import describe_status
@@ -36,14 +36,19 @@ def failure_of_status(name: str, rank: int, status: int) -> Failure:
     return Failure(name, rank, describe_status(status), status if status > 0 else 128 - status)
 
 
-def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
-    """A report of the exception that ended it."""
-    text = next(iter(str(report.get("message", "")).strip().splitlines()), "")
+class Report(NamedTuple):
+    """What a process tells of the exception that ends it."""
+
+    type: str
+    message: str
+    caused_by: int | None  # as in `Failure`
+
+
+def failure_of_report(name: str, rank: int, report: Report) -> Failure:
+    text = next(iter(report.message.strip().splitlines()), "")
     if len(text) > _MESSAGE_LENGTH:
         text = text[:_MESSAGE_LENGTH] + " ..."
-    caused_by = report.get("caused_by")
-    what = f"raised {report.get('type')}" + (f": {text}" if text else "")
-    return Failure(name, rank, what, caused_by=caused_by if type(caused_by) is int else None)
+    return Failure(name, rank, f"raised {report.type}" + (f": {text}" if text else ""), caused_by=report.caused_by)
 
 
 class Failures(dict[int, Failure]):

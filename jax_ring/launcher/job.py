@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from jax_ring.launcher import environment, events, signals
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
-from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.control_server import Answer, ControlServer
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Outcome
@@ -228,10 +228,10 @@ class Job:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
-    def _asked(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    def _asked(self, number: int, do: str, values: Any) -> Answer:
         if self._attempt is None or (process := self._attempt.processes.get(number)) is None:
             return {"error": "this process belongs to a generation that has ended"}
-        return self._attempt.asked(process, message)
+        return self._attempt.asked(process, do, values)
 
     def _reap(self) -> None:
         if self._attempt is not None:

@@ -1,8 +1,7 @@
 """How a process talks to its launcher: generations, and failures.
 
-The launcher listens on a Unix socket named in `JAX_RING_CONTROL`. A connection has one question and one answer, JSON
-objects on a line each. `worker.py` loads this file by path before JAX may be imported, so it uses only the standard
-library.
+The launcher listens on a Unix socket named in `JAX_RING_CONTROL`. A connection has one request and one answer, lines of
+JSON. `worker.py` loads this file by path before JAX may be imported, so it uses only the standard library.
 """
 
 import contextlib
@@ -51,17 +50,13 @@ class RefusedError(RuntimeError):
     """The launcher has refused a request, by others' fault."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def ask(do: str, *, awaits_answer: bool = True, seconds: float | None = None, **values: Any) -> None:
+def ask(do: str, *values: Any, awaits_answer: bool = True, seconds: float | None = None) -> None:
     """Asks this process's launcher for something, from any thread, and waits until it has done it.
+
+    do, values: one of `attempt.REQUESTS`.
 
     Raises RuntimeError without a launcher, when it has ended, or with its reason if it refuses; ValueError if the
     script is at fault.
-
-        ask("enlist", min_processes=2, multiple_of=None)  # makes the job elastic, with the `Needs` of all its processes
     """
     name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
     if not name or not number:
@@ -73,7 +68,7 @@ def ask(do: str, *, awaits_answer: bool = True, seconds: float | None = None, **
         connection.settimeout(seconds)
         try:
             connection.connect(socket_address(name))
-            connection.sendall(encode({"process": int(number), "do": do, **values}))
+            connection.sendall(json.dumps([int(number), do, values]).encode() + b"\n")
             line = connection.makefile("rb").readline() if awaits_answer else b"{}"
         except OSError as error:
             raise RuntimeError(
@@ -82,16 +77,15 @@ def ask(do: str, *, awaits_answer: bool = True, seconds: float | None = None, **
             ) from error
     if not line:
         raise RuntimeError("the launcher has ended: it has closed its connection to this process")
-    answer = json.loads(line)
-    if "argument_error" in answer:
-        raise ValueError(answer["argument_error"])
+    if (answer := json.loads(line)).get("is_argument"):
+        raise ValueError(answer["error"])
     if "error" in answer:
         raise RefusedError(f"jax_ring.launch: {answer['error']}")
 
 
 def leave(reason: str) -> NoReturn:
     """Tells the launcher that this process leaves its generation, and waits for its end, which the launcher brings."""
-    ask("leave", reason=reason)
+    ask("leave", reason)
     while True:
         time.sleep(60.0)
 
@@ -101,9 +95,8 @@ def report_failure(error_type: str, message: str, caused_by: int | None) -> None
 
     caused_by: the index of the process at fault; -1 if unknown, None for this one.
     """
-    message = message[:_MESSAGE_LENGTH]
     with contextlib.suppress(RuntimeError):
-        ask("report", seconds=_REPORT_SECONDS, type=error_type, message=message, caused_by=caused_by)
+        ask("report", error_type, message[:_MESSAGE_LENGTH], caused_by, seconds=_REPORT_SECONDS)
 
 
 def tell_initialize() -> None:

@@ -405,7 +405,7 @@ def test_processes_that_have_written_different_states(files):
 
 @pytest.mark.parametrize("posted", [
     None, 3, [], [0], [[]], [[0, 1]], [[True]], [["0"]], [[0], 1], [[0], [1]], [[0], [1, 0]], [[0], [1, "0", 0, -1]],
-    [[0], [1, 0, 0, [-1]]], [[0], {}], b"\x80\x04", b"[" * 100_000,
+    [0, {}], [0, [1, 0, 0, [-1]]], ["0", []], [0, [[[1, 0], 0, -1]]], [0, [[[1, 0], 0, [True]]]], [0, [[[1], 0, []]]], b"\x80\x04", b"[" * 100_000,
 ])  # fmt: skip
 def test_a_post_that_is_none_is_refused(files, posted):
     class Liar(Alone):
@@ -416,13 +416,11 @@ def test_a_post_that_is_none_is_refused(files, posted):
         restore(Liar(), values(0), KeptCommits(files, 0), None)
 
 
-@pytest.mark.parametrize(
-    "row", [[7, 0, 1 << 60, -1], [7, 0, -5, -1], [7, 0, 1, -2, 0], [7, 0, 1, 0, 1], [7, 0, 2, -1, 5]]
-)
-def test_a_post_of_no_whole_commit_is_not_taken(files, row):
+@pytest.mark.parametrize(("parts", "sections"), [(1 << 60, [-1]), (-5, [-1]), (1, [-2, 0]), (1, [0, 1]), (2, [-1, 5])])
+def test_a_post_of_no_whole_commit_is_not_taken(files, parts, sections):
     class Liar(Alone):
         def post(self, own):
-            return [json.dumps([[0], row]).encode()]
+            return [json.dumps([0, [[[7, 0], parts, sections]]]).encode()]
 
     with pytest.raises(RuntimeError, match="parts of commit 7 and the one before are lost"):
         restore(Liar(), values(0), KeptCommits(files, 0), None)

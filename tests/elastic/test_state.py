@@ -79,7 +79,7 @@ def test_a_job_has_one_call(monkeypatch):
     for _ in range(2):  # a call that the launcher refuses is none
         with pytest.raises(RuntimeError, match=r"the launcher at \S+=@none does not answer"):
             train(elastic.State(step=0))
-    monkeypatch.setattr(protocol, "ask", lambda do, **needs: None)
+    monkeypatch.setattr(protocol, "ask", lambda do, *values: None)
     train(elastic.State(step=0))
     with pytest.raises(RuntimeError, match=r"^elastic\.run: this program has called"):
         train(elastic.State(step=0))
@@ -180,7 +180,7 @@ def test_a_generation_that_does_not_suit_is_left(monkeypatch, needs, count):
         f"{count} processes with {count} devices do not suit "
         f"min_processes={needs['min_processes']}, num_shards={needs['num_shards']}"
     )
-    assert asked[1:] == [{"do": "leave", "reason": reason}]
+    assert asked[1:] == [("leave", reason)]
 
 
 def test_members_leave_after_a_commit(monkeypatch):
@@ -205,7 +205,7 @@ def test_members_leave_after_a_commit(monkeypatch):
     asked = requests(monkeypatch)
     with pytest.raises(Killed):
         train(state)
-    assert asked[1:] == [{"do": "leave", "reason": "the members change after a commit"}]
+    assert asked[1:] == [("leave", "the members change after a commit")]
     assert (state.commits, state.step) == (1, 1)
     page.close()
 
@@ -217,7 +217,7 @@ class Killed(BaseException):
 def requests(monkeypatch):
     """What a launcher is asked, that kills this process when it has left."""
     asked = []
-    monkeypatch.setattr(protocol, "ask", lambda do, **values: asked.append({"do": do, **values}))
+    monkeypatch.setattr(protocol, "ask", lambda *asks: asked.append(asks))
 
     def sleep(seconds):
         raise Killed

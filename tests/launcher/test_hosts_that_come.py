@@ -23,7 +23,7 @@ SCRIPT = f"""
 import os, pathlib, runpy, sys, time
 here = pathlib.Path(__file__).parent
 control = runpy.run_path({protocol.__file__!r})
-control["ask"]("enlist", min_processes=1, multiple_of=None)
+control["ask"]("enlist", 1, None)
 page = runpy.run_path({page.__file__!r})["Page"].of_launcher()
 names = ("RING_RESTART", "PROCESS_ID", "NUM_PROCESSES", "RING_HOSTS")
 print("at", *(os.environ["JAX_" + name] for name in names), "pid", os.getpid(), flush=True)

@@ -22,7 +22,7 @@ names = ("PROCESS_ID", "NUM_PROCESSES", "RING_GENERATION")
 rank, count, generation = (int(os.environ["JAX_" + name]) for name in names)
 here = pathlib.Path(__file__).parent
 def enlist(min_processes=1, multiple_of=None):
-    control.ask("enlist", min_processes=min_processes, multiple_of=multiple_of)
+    control.ask("enlist", min_processes, multiple_of)
     print(f"generation {{generation}}: {{rank}} of {{count}}", flush=True)
     there = here / f"{{rank}} in {{generation}}"
     there.with_suffix(".new").write_text(str(os.getpid()))
@@ -206,17 +206,18 @@ def test_what_is_refused(script):
     path = script(
         ELASTIC
         + """
-def error_of(do, **values):
+def error_of(do, *values):
     try:
-        control.ask(do, **values)
+        control.ask(do, *values)
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error)
 if rank == 1:
     sys.exit()
 error_of("dance")
-error_of("enlist", min_processes=3, multiple_of=None)
-control.ask("enlist", min_processes=1, multiple_of=4)
-error_of("enlist", min_processes=2, multiple_of=4)
+error_of("enlist", "3", None)
+error_of("enlist", 3, None)
+control.ask("enlist", 1, 4)
+error_of("enlist", 2, 4)
 """
     )
     status, out, err = run("-n", "1:2", path)
@@ -226,6 +227,7 @@ error_of("enlist", min_processes=2, multiple_of=4)
         f"[0] {text}"
         for text in (
             "RefusedError jax_ring.launch: unknown request 'dance'",
+            "RefusedError jax_ring.launch: '3' is no int",
             "ValueError elastic.run(min_processes=3): the job has 2 processes (-n 2): start at least 3, or lower "
             "min_processes",
             "RefusedError jax_ring.launch: elastic.run: another process has min_processes=1 and num_shards for 4 "

@@ -173,7 +173,7 @@ def test_the_launcher_is_told_of_initialize(monkeypatch):
         assert time.monotonic() - began < 0.2
         connection, _ = server.accept()
         with connection, connection.makefile() as lines:
-            assert list(lines) == ['{"process": 7, "do": "initialize"}\n']
+            assert list(lines) == ['[7, "initialize", []]\n']
 
 
 NAMES = ["json", "socket", "logging", "threading", "asyncio", "types", "signal", "ctypes", "runpy", "re", "io", "queue"]

@@ -9,6 +9,7 @@ import pytest
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.distributed.discovery import Gpus, Identity
+from jax_ring.launcher.schema import read
 
 
 class Client:
@@ -151,7 +152,7 @@ class FakeKernels:
 
 
 ONE, TWO = Identity("0000:01:00.0", "a"), Identity("0000:02:00.0", "b")
-GPUS = Gpus((ONE, TWO), frozenset({(ONE, TWO)}))
+GPUS = Gpus((ONE, TWO), ((ONE, TWO),))
 
 
 def test_gpus_are_published_as_soon_as_jax_may_use_them(runtime_of, monkeypatch):
@@ -163,12 +164,12 @@ def test_gpus_are_published_as_soon_as_jax_may_use_them(runtime_of, monkeypatch)
     assert "jax_ring/gpus/0" not in client.values  # the program may still choose its GPUs
     assert kernels.looks == 0
     discovery.publish_with_plugins()  # as JAX calls it
-    assert Gpus.from_bytes(client.values["jax_ring/gpus/0"]) == GPUS
+    assert read(client.values["jax_ring/gpus/0"], Gpus) == GPUS
     discovery.publish()
     later = Client()
     runtime_of(later)
     discovery.publish()  # an earlier start of JAX counts
-    assert Gpus.from_bytes(later.values["jax_ring/gpus/0"]) == GPUS
+    assert read(later.values["jax_ring/gpus/0"], Gpus) == GPUS
     assert kernels.looks == 1
 
 
@@ -182,7 +183,7 @@ def test_without_kernels_no_gpus_are_published(runtime_of, monkeypatch):
 
 def test_gpus_of_other_processes_are_fetched_once(runtime_of, monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
-    client = Client({"jax_ring/gpus/1": Gpus((TWO,)).to_bytes()})
+    client = Client({"jax_ring/gpus/1": json.dumps(Gpus((TWO,))).encode()})
     runtime_of(client)
     for _ in range(2):
         assert discovery.gpus_of([0, 1]) == {0: GPUS, 1: Gpus((TWO,))}
@@ -202,7 +203,7 @@ def test_what_is_no_gpus_is_refused(runtime_of, monkeypatch, published):
 
 def test_all_processes_have_one_deadline(runtime_of, monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
-    client = Client({f"jax_ring/gpus/{process}": Gpus((TWO,)).to_bytes() for process in (1, 2)})
+    client = Client({f"jax_ring/gpus/{process}": json.dumps(Gpus((TWO,))).encode() for process in (1, 2)})
     runtime_of(client)
     monkeypatch.setattr(discovery.time, "monotonic", lambda: 100.0 + 25 * len(client.waits))  # each takes 25 s
     with pytest.raises(RuntimeError, match=r"process 3 did not publish its GPUs within 60 s.*JAX_RING_TIMEOUT_S"):
@@ -217,7 +218,7 @@ def test_a_process_that_serves_no_gpus_waits_for_no_other(runtime_of, monkeypatc
     (gpus,) = discovery.gpus_of([0, 1]).values()
     assert "without its CUDA kernels" in gpus.why_not
     assert client.waits == []
-    assert Gpus.from_bytes(client.values["jax_ring/gpus/0"]) == gpus  # others need not wait for this one
+    assert read(client.values["jax_ring/gpus/0"], Gpus) == gpus  # others need not wait for this one
 
 
 def test_one_process_needs_no_store(monkeypatch):

@@ -1,13 +1,10 @@
 """What launchers say to each other, as lines of JSON. Each is checked as a whole before anything of it is used."""
 
-import json
-import signal
-import types
-import typing
 from typing import Any, NamedTuple
 
 from jax_ring.launcher.events import Blamed, ChangePending, End, Failure, JobEnded
 from jax_ring.launcher.hosts.groups import Group, Host
+from jax_ring.launcher.schema import checked, read
 from jax_ring.launcher.shared import Needs
 from jax_ring.launcher.watching.page import Notes
 from jax_ring.launcher.watching.report import Place
@@ -79,24 +76,7 @@ class Message(NamedTuple):
 def decode(line: bytes) -> Message:
     """Raises ValueError if it is not a whole message."""
     try:
-        kind, value, attempt = json.loads(line)
-        return Message(kind, _checked(value, _VALUES[kind]), _checked(attempt, int))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        kind, value, attempt = read(line, tuple[str, Any, int])
+        return Message(kind, checked(value, _VALUES[kind]), attempt)
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{line[:100]!r} is no message of a launcher") from error
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    """A value of JSON as one of a type: T, T | None, tuple[...] or a NamedTuple. Raises ValueError or TypeError."""
-    parts = typing.get_args(kind)
-    if isinstance(kind, types.UnionType):
-        return None if value is None else _checked(value, parts[0])
-    if hasattr(kind, "_fields"):
-        return kind(*_checked(value, types.GenericAlias(tuple, (*typing.get_type_hints(kind).values(),))))
-    if typing.get_origin(kind) is tuple and type(value) is list:
-        parts = parts[:1] * len(value) if parts[1:] == (...,) else parts
-        return tuple(_checked(each, part) for each, part in zip(value, parts, strict=True))
-    if kind in (float, signal.Signals) and type(value) is int:
-        return kind(value)
-    if type(value) is not kind or value != value:  # NaN
-        raise TypeError(f"{value!r} is no {kind}")
-    return value
