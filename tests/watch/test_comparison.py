@@ -209,6 +209,7 @@ def test_stacks_of_a_signal():
   File "{report._CALLERS[0]}/progress/process.py", line 2 in _run
 
 Thread 0x02 (most recent call first):
+  File "/nowhere/load.py", line ??? in parse
   File "/nowhere/load.py", line 7 in read
 
 Current thread 0x03 (most recent call first):
@@ -223,6 +224,7 @@ Current thread 0x03 (most recent call first):
         '    """Which processes are stuck, by the notes of all, without processes and clocks."""',
         "another thread:",
         '  File "/nowhere/load.py", line 7, in read',
+        '  File "/nowhere/load.py", line ???, in parse',
     ]
     assert report.readable("") == ""
 
