@@ -43,7 +43,7 @@ def failure_of_report(name: str, rank: int, report: dict[str, Any]) -> Failure:
         text = text[:_MESSAGE_LENGTH] + " ..."
     caused_by = report.get("caused_by")
     what = f"raised {report.get('type')}" + (f": {text}" if text else "")
-    return Failure(name, rank, what, caused_by=caused_by if isinstance(caused_by, int) else None)
+    return Failure(name, rank, what, caused_by=caused_by if type(caused_by) is int else None)
 
 
 class Failures(dict[int, Failure]):
