@@ -61,8 +61,7 @@ def watch(step: Callable | None = None, *, seconds: float = 60.0, on_stuck: OnSt
       TypeError: if `step` is no function.
       ValueError: if `seconds` is no positive number, or infinite, or `on_stuck` is no choice.
     """
-    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-    if not (is_number and 0 < seconds < math.inf):
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:
         raise ValueError(f"watch: seconds must be a positive number, got {seconds!r}")
     check_choice("watch", "on_stuck", on_stuck, get_args(OnStuck))
     if step is None:
@@ -231,10 +230,7 @@ class Progress:
         return report.Place(kind, *_last_calls(), report.readable(self.page.stacks()))
 
 
-@functools.cache
-def progress() -> Progress:
-    """The progress of this process."""
-    return Progress()
+progress = functools.cache(Progress)  # that of this process
 
 
 def are_ready(outputs: Sequence[Any]) -> bool | None:

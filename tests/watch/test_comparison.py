@@ -26,11 +26,9 @@ class Looks(Watcher):
     answers: whether processes say where they are as soon as they are asked.
     """
 
-    def __init__(self, num_hosts=1, answers=True):
-        super().__init__(
-            num_hosts, self.ask, lambda text: self.said.append(text), lambda *failed: self.said.append(failed)
-        )
-        self.now, self.said, self.asked, self.answers = 0.0, [], 0, answers
+    def __init__(self, num_hosts=1, answers=True, **options):
+        self.now, self.said, self.failed, self.asked, self.answers = 0.0, [], [], 0, answers
+        super().__init__(num_hosts, self.ask, self.said.append, lambda *failed: self.failed.append(failed), **options)
 
     def ask(self):
         self.asked += 1
@@ -114,6 +112,20 @@ def test_while_a_host_is_silent_the_clock_stands_still():
     assert looks.at(*stuck, times=20, hosts=[0]) == looks.at(*stuck, times=2, hosts=[0, 1]) == []
     assert looks.at(*stuck, times=20, hosts=[1]) == looks.at(*stuck, hosts=[0, 1]) == []
     assert looks.at(*stuck, hosts=[0, 1]) == [(2, (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("on_stuck", "ends_job", "ends"),
+    [(None, False, False), (None, True, True), ("report", True, False), ("end", False, True)],
+)
+def test_who_fails(on_stuck, ends_job, ends):
+    """What the launcher is told counts more than what processes say."""
+    looks = Looks(on_stuck=on_stuck, watch=2 * LIMIT)
+    stuck = note(2, 1)._replace(ends_job=ends_job), note(1, 1), note(2, 2)
+    assert looks.at(*stuck, times=5) == []
+    assert looks.at(*stuck, times=5) == [(2, (0, 1))]
+    assert "within 6 s (--watch)" in looks.said[0]
+    assert looks.failed == [(rank, f"rank {rank}", "is stuck in step 2 (train): in Python") for rank in (0, 1) if ends]
 
 
 def test_a_long_compilation():
@@ -209,6 +221,7 @@ def test_stacks_of_a_signal():
   File "{report._CALLERS[0]}/progress/process.py", line 2 in _run
 
 Thread 0x02 (most recent call first):
+  File "/nowhere/load.py", line ??? in parse
   File "/nowhere/load.py", line 7 in read
 
 Current thread 0x03 (most recent call first):
@@ -223,6 +236,7 @@ Current thread 0x03 (most recent call first):
         '    """Which processes are stuck, by the notes of all, without processes and clocks."""',
         "another thread:",
         '  File "/nowhere/load.py", line 7, in read',
+        '  File "/nowhere/load.py", line ???, in parse',
     ]
     assert report.readable("") == ""
 

@@ -93,5 +93,5 @@ def readable(stacks: str) -> str:
             lines.append("another thread:" if lines else "MainThread:")
         for file, line, _, function in reversed(told[:_MAX_FRAMES]):
             lines.append(f'  File "{file}", line {line}, in {function}')
-            lines.append(f"    {linecache.getline(file, int(line)).strip()}")
+            lines.append(f"    {linecache.getline(file, int(line) if line.isdecimal() else 0).strip()}")
     return "\n".join(lines)
