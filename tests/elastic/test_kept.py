@@ -405,7 +405,8 @@ def test_processes_that_have_written_different_states(files):
 
 @pytest.mark.parametrize("posted", [
     None, 3, [], [0], [[]], [[0, 1]], [[True]], [["0"]], [[0], 1], [[0], [1]], [[0], [1, 0]], [[0], [1, "0", 0, -1]],
-    [0, {}], [0, [1, 0, 0, [-1]]], ["0", []], [0, [[[1, 0], 0, -1]]], [0, [[[1, 0], 0, [True]]]], [0, [[[1], 0, []]]], b"\x80\x04", b"[" * 100_000,
+    [0, {}], [0, [1, 0, 0, [-1]]], ["0", []], [0, [[[1, 0], 0, -1]]], [0, [[[1, 0], 0, [True]]]], [0, [[[1], 0, []]]],
+    b"\x80\x04", b"[" * 100_000,
 ])  # fmt: skip
 def test_a_post_that_is_none_is_refused(files, posted):
     class Liar(Alone):

@@ -120,12 +120,12 @@ class Page:
         self.words.asked = False
 
     def stacks(self) -> str:
-        """Those of all threads of this process, as Python writes them."""
+        """The stacks of all threads of this process, as Python writes them."""
         self.clear()
         faulthandler.dump_traceback(self.file)
         return self.behind()
 
     def write_stacks_on_signal(self) -> None:
-        """Makes Python write them also while a thread holds its lock."""
+        """Makes Python write the stacks also while a thread holds its lock."""
         faulthandler.register(STACKS_SIGNAL, file=self.file, all_threads=True)
         self.words.has_handler = True

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Mapping
 
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.processes import Process
+from jax_ring.launcher.schema import read
 from jax_ring.launcher.watching.page import STACKS_SIGNAL
 from jax_ring.launcher.watching.report import STOPPED, Place, readable
 from jax_ring.launcher.watching.watcher import LOOK_SECONDS
@@ -35,7 +35,7 @@ async def _place(process: Process) -> Place:
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_SECONDS)
         if not page.words.asked:
-            return Place(*json.loads(page.behind()))
+            return read(page.behind(), Place)
     page.words.asked = False
     page.clear()
     if process.is_stopped():
