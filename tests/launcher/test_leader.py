@@ -70,6 +70,22 @@ class Hosts:
         return [self.queue.get_nowait() for _ in range(self.queue.qsize())][1:]  # after the beginning
 
 
+def test_a_host_is_lost_whatever_ends_its_connection(monkeypatch):
+    """Also an error of this launcher: else the host would count as one that is here, and nobody would hear it."""
+
+    async def run():
+        job = Hosts()
+        await job.begin()
+        guest = await job.comes("c")
+        monkeypatch.setattr(job.leader, "_hear", lambda *_: 1 / 0)
+        guest.messages.put_nowait(Message("gone", ()))
+        with pytest.raises(ZeroDivisionError):
+            await guest.serving
+        assert list(job.leader.guests) == ["a", "b"]
+
+    asyncio.run(run())
+
+
 def test_a_host_that_goes_away_again_changes_nothing():
     async def run():
         job = Hosts()

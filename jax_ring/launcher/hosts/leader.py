@@ -75,9 +75,11 @@ class Leader:
         link.send(Message("welcome", True))
         self._compare()
         self._changed.set()
-        while (message := await link.receive()) is not None:
-            self._hear(guest, message)
-        self._lose(guest)
+        try:
+            while (message := await link.receive()) is not None:
+                self._hear(guest, message)
+        finally:
+            self._lose(guest)
 
     def _refusal(self, hello: Hello) -> str:
         own = described(self._options)
