@@ -186,6 +186,27 @@ if rank == 0:
     assert bool(re.search(expected, err)) == is_elastic, err
 
 
+def test_one_that_is_stopped_before_it_has_come_is_named(script):
+    """Also in a job of which nobody knows yet whether it is elastic: JAX would wait for minutes."""
+    path = script(
+        ELASTIC
+        + """
+if generation: sys.exit()
+if rank == 1:
+    (here / "new").write_text(str(os.getpid()))
+    (here / "new").rename(here / "1")
+    os.kill(os.getpid(), signal.SIGSTOP)
+wait_for("1")
+while b") T" not in pathlib.Path("/proc", (here / "1").read_text(), "stat").read_bytes(): time.sleep(0.01)
+control.tell_initialize()
+time.sleep(60)
+"""
+    )
+    status, _, err = run("-n", "2", "--max-restarts", "1", "--heartbeat-timeout", "0.5", path)
+    assert status == 0, err
+    assert re.search(r"failed: rank 1 \(pid \d+\) is stopped; restart 1 of 1", err), err
+
+
 def test_one_that_exits_while_the_others_wait_for_it_is_named(script):
     """It has not come to jax.distributed.initialize()."""
     path = script(

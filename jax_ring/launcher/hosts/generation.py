@@ -93,6 +93,7 @@ class Generation:
             case "initializes":
                 self._initializing.add(value)
                 self._later(self._options.failure_grace, self._check_absent)
+                self._later(self._options.heartbeat_timeout, self._blame_absent)
             case "left":
                 self._leaves(*value)
             case "place":
@@ -186,6 +187,14 @@ class Generation:
         for rank in sorted(set(self._exited) - self._initializing if waiting else ()):
             what = "has exited with status 0 without jax.distributed.initialize(), in which others wait for it"
             self._failed(Failure(self._exited[rank], rank, what), is_final=True)
+
+    def _blame_absent(self) -> None:
+        """Processes that have not come to jax.distributed.initialize() for so long have failed if they are stopped.
+
+        JAX would wait for minutes, and nobody knows yet whether the job is elastic.
+        """
+        for rank in set(range(self.group.num_processes)) - self._initializing - set(self._exited):
+            self._send("blamed", Blamed(rank))
 
     def _later(self, seconds: float, do: Callable[..., None], *arguments: Any) -> asyncio.TimerHandle:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, do, *arguments))
