@@ -42,6 +42,7 @@ class Job:
         self._options, self._shared = options, Shared(options)
         self._search = Search(self._shared)
         self._attempt: Attempt | None = None
+        self._service: Service | None = None  # of a generation that this launcher leads
         self._is_stopped = False  # whether a signal has ended the job on all hosts
         self._blamed: set[tuple[str, int]] = set()  # the hosts and slots whose processes failed last
 
@@ -131,7 +132,7 @@ class Job:
         """A generation on all hosts, with a coordination service here."""
         own = self._search.own
         with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
-            service = Service(self._shared.output, coordinator, group.num_processes)
+            self._service = service = Service(self._shared.output, coordinator, group.num_processes)
             try:
                 if self._options.hosts_change:
                     hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
@@ -140,6 +141,7 @@ class Job:
                 await leader.finish()
                 return generation.outcome(service.failure())
             finally:
+                self._service = None
                 service.end()
                 leader.ended()
 
@@ -236,6 +238,11 @@ class Job:
     def _reap(self) -> None:
         if self._attempt is not None:
             self._attempt.reap()
+        # Processes that have not connected yet would wait for it for minutes.
+        if self._service is not None and (failure := self._service.failure()) is not None:
+            leader = self._search.leader
+            if leader is not None and leader.generation is not None:
+                leader.generation.fail(failure)
 
     async def _drained(self, status: int, *, is_stopped: bool) -> int:
         """Returns the exit status once output is written. A success waits for slow readers until a signal."""

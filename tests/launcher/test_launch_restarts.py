@@ -93,6 +93,24 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
     assert re.search(f"{what}$", err.strip()), err
 
 
+def test_the_death_of_the_coordination_service_is_noticed_before_anybody_has_connected(script):
+    """The processes would wait for it for minutes, as these do."""
+    path = script(
+        """
+import os, pathlib, signal, sys, time
+if os.environ["JAX_RING_RESTART"] != "0": sys.exit()
+children = pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+for pid in children:
+    if b"coordinator/server.py" in pathlib.Path("/proc", pid, "cmdline").read_bytes():
+        os.kill(int(pid), signal.SIGKILL)
+time.sleep(60)
+"""
+    )
+    status, _, err = run("-n", "1", "--max-restarts", "1", "--backoff", "0", path)
+    assert status == 0, err
+    assert re.search(r"failed: the coordination service \(pid \d+\) was killed by SIGKILL; restart 1 of 1", err), err
+
+
 def test_one_that_fails_again_and_again_is_left_out(script):
     path = script(
         """

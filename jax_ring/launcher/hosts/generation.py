@@ -114,6 +114,10 @@ class Generation:
         self._failures.setdefault(NO_RANK - 1 - index, failure)
         self.end(str(failure))
 
+    def fail(self, failure: Failure) -> None:
+        """Something else than a process has failed."""
+        self._failed(failure, is_final=True)
+
     def outcome(self, cause: Failure | None) -> Outcome:
         """How it has ended. cause: outside of its processes."""
         if not self._failures:
