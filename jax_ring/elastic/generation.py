@@ -59,9 +59,10 @@ class Generation:
     def __init__(self) -> None:
         self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
-        firsts = os.environ.get(HOSTS_VARIABLE, "0").split(",")
-        self.hosts = HostsOfProcesses(tuple(map(int, firsts)), self.num_processes)
         self._page = Page.of_launcher()
+        # A program that a process of a job starts has the variable too, and is no part of the job.
+        firsts = os.environ.get(HOSTS_VARIABLE, "0") if self._page is not None else "0"
+        self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))), self.num_processes)
 
     @property
     def is_first_of_host(self) -> bool:

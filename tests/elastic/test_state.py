@@ -164,6 +164,12 @@ def test_a_leaf_that_cannot_be_kept_is_named_without_a_launcher_too():
         elastic.run()(lambda state: state.commit())(state)
 
 
+def test_hosts_of_another_job_do_not_count(monkeypatch):
+    """A program that a process of a job starts inherits the variable."""
+    monkeypatch.setenv("JAX_RING_HOSTS", "0,4")
+    assert not Generation().hosts.has_several_hosts
+
+
 @pytest.mark.parametrize(("needs", "count"), [({"num_shards": 24}, 5), ({"min_processes": 3}, 2)])
 def test_a_generation_that_does_not_suit_is_left(monkeypatch, needs, count):
     """The first, which the launcher forms before it knows what the job needs."""
