@@ -11,6 +11,7 @@ import types
 
 import jax
 import pytest
+from jax._src import dispatch
 from tiers import vma_fixture
 
 TESTS = pathlib.Path(__file__).parent
@@ -75,6 +76,17 @@ def same_numbers_in_any_order(request):
     """Each test draws from its module's RNG as if it ran alone."""
     if generator := getattr(request.module, "RNG", None):
         generator.bit_generator.state = _STATES.setdefault(request.module, generator.bit_generator.state)
+
+
+@pytest.fixture(autouse=True)
+def no_effects_of_failed_programs():
+    """Each test waits for its own effects alone.
+
+    A step that `check_replicas` or an audit has refused leaves its error with the devices that ran it. There the next
+    `jax.effects_barrier()` raises it, whichever test calls it, unless they have run another program with a callback.
+    """
+    yield
+    dispatch.runtime_tokens.clear()
 
 
 @pytest.fixture
