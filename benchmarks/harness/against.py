@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -43,10 +44,12 @@ def steps_to_build(revision: str, folder: pathlib.Path) -> list[list[str]]:
 
 
 def build(revision: str) -> pathlib.Path:
-    """Python of an environment of the commit. It is kept in the folder for temporary files, and used again."""
+    """Python of an environment of the commit. It is kept in the user's cache, and used again."""
     described = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}"]
     commit = subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
-    folder = pathlib.Path(tempfile.gettempdir()) / f"jax_ring-{commit}-jax-{jax.__version__}"
+    # Not in the folder for temporary files, where another user could put an environment of this name.
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = cache / f"jax_ring-{commit}-jax-{jax.__version__}"
     if not (folder / "done").exists():
         print(f"# builds {commit} in {folder}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)  # leftovers of a failed build

@@ -1,7 +1,7 @@
 """Runs programs of others, unmodified, by XLA's collectives and under `override_lax()`, and compares their results.
 
-python benchmarks/programs --folder /tmp/programs            # all, each in a process of its own
-python benchmarks/programs --folder /tmp/programs gemma ott_sinkhorn
+python benchmarks/programs --folder ~/jax_ring_programs     # all, each in a process of its own
+python benchmarks/programs --folder ~/jax_ring_programs gemma ott_sinkhorn
 
 The folder is for what is fetched. Results in lines of JSON: --json FILE.
 """

@@ -389,6 +389,16 @@ def test_environment_of_another_commit(tmp_path):
     assert remove[-1] == str(tmp_path / "tree")
 
 
+def test_environment_of_another_commit_is_the_users(tmp_path, monkeypatch):
+    """It is not taken from the folder for temporary files, where another user could have put one of that name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(against.subprocess, "run", lambda *_, **__: argparse.Namespace(stdout="abc\n"))
+    folder = tmp_path / "cache" / f"jax_ring-abc-jax-{jax.__version__}"
+    folder.mkdir(parents=True)
+    (folder / "done").touch()
+    assert against.build("abc") == folder / "venv/bin/python"
+
+
 @pytest.mark.full
 def test_scaling(tmp_path):
     text = run("scaling.py", str(tmp_path), "--devices", "2,3", "--sizes", "4,64", "-n", "1", "--loop-seconds", "0.001")
