@@ -53,13 +53,13 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise invalid(f"it cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"it is not a JSON file: {error}") from error
     tables = data.get("thresholds") if isinstance(data, dict) else None
     if not isinstance(tables, dict):
         raise invalid('there must be an object with the key "thresholds"')
     if unknown := sorted(set(tables) - set(PLATFORMS)):
-        raise invalid(f"unknown platforms: {', '.join(unknown)}; thresholds are for {' or '.join(PLATFORMS)}")
+        raise invalid(f"unknown platforms: {str(unknown)[1:-1]}; thresholds are for {' or '.join(PLATFORMS)}")
     result: dict[str, dict[int, Thresholds]] = {}
     for platform, table in tables.items():
         if not isinstance(table, dict) or not table:

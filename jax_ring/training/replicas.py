@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_ring.collectives.axes import AxisName, axes_of, check_named, check_root
 from jax_ring.distributed import discovery
+from jax_ring.launcher.schema import read
 from jax_ring.options import check_arrays, path_texts
 from jax_ring.training.wire import collectives_here
 
@@ -21,6 +22,11 @@ from jax_ring.training.wire import collectives_here
 PARTS = 256
 
 T = TypeVar("T")  # a pytree: results keep the structure of the argument
+
+# What processes tell each other, about this process's copies.
+_Digests = tuple[tuple[tuple[str, int, str], ...], ...]  # of each array: part, rank, digest
+_Parts = tuple[tuple[int, tuple[str, ...]], ...]  # by rank, digests of parts
+_Values = tuple[tuple[int, str], ...]  # by rank
 
 
 def broadcast_params(params: T, axis_name: AxisName, *, root: int = 0) -> T:
@@ -78,28 +84,37 @@ def assert_replicated(tree: Any) -> None:
     processes = sorted({device.process_index for device in devices})
     if jax.process_index() in processes:
         _assert_copies_equal(across, _gather_from(across, processes))
-    _assert_copies_equal(here, lambda value: [value])
+    _assert_copies_equal(here, lambda value, kind: [value])
 
 
-def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any], list]:
-    """Returns gather(value): all these arrays' processes' values, by process."""
+def _gather_from(arrays: dict[str, jax.Array], processes: list[int]) -> Callable[[Any, Any], list]:
+    """Returns gather(value, kind): all these arrays' processes' values of a type, by process."""
     members = f"jax_ring/replicas/{','.join(map(str, processes))}"
     key = f"{members}/{discovery.next_number(members)}"
     types = "\n".join(f"{name}: {_type(array)}" for name, array in arrays.items())
     discovery.compare("assert_replicated", types, key, processes)
     rounds = itertools.count()
 
-    def gather(value):
+    def gather(value, kind):
         encoded = json.dumps(value).encode()
         values = discovery.gather("assert_replicated", encoded, f"{key}/{next(rounds)}", processes)
-        return [json.loads(theirs) for _, theirs in values]
+        return [_read(process, theirs, kind) for process, theirs in values]
 
     return gather
 
 
-def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any], list]) -> None:
+def _read(process: int, theirs: bytes, kind: Any) -> Any:
+    try:
+        return read(theirs, kind)
+    except ValueError as error:
+        raise ValueError(f"assert_replicated: process {process} has sent no digests: {error}") from error
+
+
+def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any, Any], list]) -> None:
     digests = [[(place, rank, _digest(copy)) for place, rank, copy in _copies(array)] for array in arrays.values()]
-    everyones = gather(digests)
+    everyones = gather(digests, _Digests)
+    if any(len(theirs) != len(arrays) for theirs in everyones):
+        raise ValueError(f"assert_replicated: a process has sent digests of other than {len(arrays)} arrays")
     for i, (name, array) in enumerate(arrays.items()):
         by_place: dict[str, dict[int, str]] = defaultdict(dict)
         for place, rank, digest in itertools.chain(*(theirs[i] for theirs in everyones)):
@@ -111,25 +126,25 @@ def _assert_copies_equal(arrays: dict[str, jax.Array], gather: Callable[[Any], l
                 raise AssertionError(_report(name, array, place, (first, *different), gather))
 
 
-def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gather: Callable[[Any], list]) -> str:
+def _report(name: str, array: jax.Array, place: str, ranks: tuple[int, ...], gather: Callable[[Any, Any], list]) -> str:
     """The error for a shard whose copies on `ranks[1:]` differ from that on `ranks[0]`."""
     first, *different = ranks
-    pair = {str(rank): copy for at, rank, copy in _copies(array) if at == place and rank in ranks[:2]}
+    pair = {rank: copy for at, rank, copy in _copies(array) if at == place and rank in ranks[:2]}
     shape = array.sharding.shard_shape(array.shape)
     place_in_flat = _first_difference({rank: copy.reshape(-1) for rank, copy in pair.items()}, math.prod(shape), gather)
     index = tuple(int(i) for i in np.unravel_index(place_in_flat, shape))
-    values = _merged(gather({rank: str(copy[index]) for rank, copy in pair.items()}))
+    values = _merged(gather([(rank, str(copy[index])) for rank, copy in pair.items()], _Values))
     of_shard = "" if shape == array.shape else f" of the shard {place}"
     return (
         f"assert_replicated: {name}, of type {_type(array)}, is not the same on all ranks: "
         f"{', '.join(map(str, different))} {'differs' if len(different) == 1 else 'differ'} from {first}. "
-        f"The first difference is at index {index}{of_shard}: {values[str(first)]} on rank {first}, "
-        f"{values[str(different[0])]} on rank {different[0]}. A reduction may be missing: "
+        f"The first difference is at index {index}{of_shard}: {values[first]} on rank {first}, "
+        f"{values[different[0]]} on rank {different[0]}. A reduction may be missing: "
         "shard_map(..., check_vma=True) checks that at trace time."
     )
 
 
-def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[Any], list]) -> int:
+def _first_difference(pair: dict[int, np.ndarray], size: int, gather: Callable[[Any, Any], list]) -> int:
     """The first index at which two flat arrays differ, of which this process may have any.
 
     Compares digests of parts, and goes on in the first that differs.
@@ -137,8 +152,8 @@ def _first_difference(pair: dict[str, np.ndarray], size: int, gather: Callable[[
     begin, end = 0, size
     while end - begin > 1:
         cuts = [*range(begin, end, math.ceil((end - begin) / PARTS)), end]
-        own = {rank: [_digest(x[a:b]) for a, b in itertools.pairwise(cuts)] for rank, x in pair.items()}
-        one, other = _merged(gather(own)).values()
+        own = [(rank, [_digest(x[a:b]) for a, b in itertools.pairwise(cuts)]) for rank, x in pair.items()]
+        one, other = _merged(gather(own, _Parts)).values()
         part = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
         begin, end = cuts[part], cuts[part + 1]
     return begin
@@ -151,8 +166,8 @@ def _copies(array: jax.Array) -> Iterator[tuple[str, int, np.ndarray]]:
         yield str(shard.index), ranks[shard.device], np.asarray(shard.data)
 
 
-def _merged(dicts: list[dict]) -> dict:
-    return {key: value for part in dicts for key, value in part.items()}
+def _merged(pairs: list[Any]) -> dict:
+    return {key: value for part in pairs for key, value in part}
 
 
 def _digest(x: np.ndarray) -> str:

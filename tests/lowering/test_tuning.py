@@ -157,7 +157,7 @@ def test_write_and_read(tmp_path):
     [
         ("{", "it is not a JSON file: Expecting property name"),
         ("[]", 'there must be an object with the key "thresholds"'),
-        ('{"thresholds": {"tpu": {}}}', "unknown platforms: tpu; thresholds are for cpu or cuda"),
+        ('{"thresholds": {"tpu": {}}}', "unknown platforms: 'tpu'; thresholds are for cpu or cuda"),
         ('{"thresholds": {"cuda": {}}}', "thresholds for cuda must be an object with a key for each number of ranks"),
         ('{"thresholds": {"cuda": {"1": {}}}}', "cuda: a number of ranks must be 2 or more, got '1'"),
         (
@@ -176,6 +176,8 @@ def test_write_and_read(tmp_path):
             '{"thresholds": {"cuda": {"8": {"one_shot": 9, "two_shot": 8}}}}',
             '"two_shot" must not be less than "one_shot", got 8 and 9',
         ),
+        ("[" * 10**5, "it is not a JSON file"),
+        ('{"thresholds": {"cpu\\u001b[2J": {}}}', "unknown platforms: 'cpu\\x1b[2J'"),
     ],
 )
 def test_bad_files_are_refused(text, why, tmp_path):

@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ring import assert_replicated, broadcast_params
+from jax_ring.distributed import discovery
+from jax_ring.training import replicas
 from jax_ring.training.wire import reduced_by
 
 RANKS = 4
@@ -127,3 +129,13 @@ def test_copies_of_other_processes():
         # Both copies are on process 0; process 1 raises as well.
         assert "1 differs from 0. The first difference is at index (): 0.0 on rank 0, 1.0 on rank 1." in small
         assert f"{i} (here) and process {1 - i} (there) were given different data: \"['w{i}']: float16[]\"" in trees
+
+
+@pytest.mark.parametrize("theirs", [b"[", b"\xff", b"1", b"[[1]]", b'[[["slice", 0, 5]]]', b"[]", b"[" * 10**5])
+def test_what_another_process_sends_is_checked(theirs, monkeypatch):
+    monkeypatch.setattr(discovery, "compare", lambda *_: None)
+    monkeypatch.setattr(discovery, "next_number", lambda _: 0)
+    monkeypatch.setattr(discovery, "gather", lambda _, own, *__: [(0, own), (1, theirs)])
+    arrays = {"w": with_copies(np.arange(3.0), lambda rank, copy: copy)}
+    with pytest.raises(ValueError, match=r"assert_replicated: (process 1|a process) has sent"):
+        replicas._assert_copies_equal(arrays, replicas._gather_from(arrays, [0, 1]))
