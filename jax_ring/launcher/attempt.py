@@ -79,7 +79,7 @@ class Attempt:
         shared, number = self._shared, next(self._shared.numbers)
         page = Page.new()
         own = {
-            protocol.CONTROL_VARIABLE: shared.server.name,
+            protocol.CONTROL_VARIABLE: shared.server.path,
             protocol.PROCESS_VARIABLE: str(number),
             protocol.MEMORY_VARIABLE: self._memory,
             protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *shared.kept))),

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.server import without_proxy
+from jax_ring.launcher.coordinator.server import is_found_at_a_socket, without_proxy
+
+_SEALABLE = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 def joined(host: str, port: int) -> str:
@@ -30,6 +32,16 @@ def reserved_address(host: str = "127.0.0.1") -> Iterator[str]:
 
 
 def why_unreachable(server: asyncio.Server, host: str) -> str | None:
+@contextlib.contextmanager
+def coordinator_address(host: str, path: str) -> Iterator[str]:
+    """The address of a coordinator alone: at a host that others reach; else a Unix socket, if possible."""
+    if host or not is_found_at_a_socket():
+        with reserved_address(host or "127.0.0.1") as address:
+            yield address
+    else:
+        yield f"unix:{path}"
+
+
     """Why other hosts do not reach a server that listens at a name of this host, if so.
 
     Debian has 127.0.1.1 for a host's own name.
@@ -56,7 +68,7 @@ class Plan(NamedTuple):
     slots: tuple[int, ...]  # the places used on this host, which decide the devices
     first: int  # index of this host's first process
     num_processes: int  # of all hosts
-    coordinator: str  # host:port of the coordination service
+    coordinator: str  # host:port of the coordination service, or unix:/path
     hosts: tuple[int, ...] = (0,)  # the index of each host's first process
 
 
