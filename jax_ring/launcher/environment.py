@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -31,7 +32,6 @@ def reserved_address(host: str = "127.0.0.1") -> Iterator[str]:
         yield joined(host, holder.getsockname()[1])
 
 
-def why_unreachable(server: asyncio.Server, host: str) -> str | None:
 @contextlib.contextmanager
 def coordinator_address(host: str, path: str) -> Iterator[str]:
     """The address of a coordinator alone: at a host that others reach; else a Unix socket, if possible."""
@@ -42,6 +42,7 @@ def coordinator_address(host: str, path: str) -> Iterator[str]:
         yield f"unix:{path}"
 
 
+def why_unreachable(server: asyncio.Server, host: str) -> str | None:
     """Why other hosts do not reach a server that listens at a name of this host, if so.
 
     Debian has 127.0.1.1 for a host's own name.
@@ -56,8 +57,14 @@ def coordinator_address(host: str, path: str) -> Iterator[str]:
 
 
 def kept_files(slots: int) -> tuple[int, ...]:
-    """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open."""
-    return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
+    """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open.
+
+    They never shrink: what a process has in memory of them stays there, whatever others do.
+    """
+    files = tuple(os.memfd_create(protocol.KEPT_NAME, _SEALABLE) for _ in range(2 * slots))
+    for file in files:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return files
 
 
 class Plan(NamedTuple):
