@@ -69,7 +69,8 @@ class Attempt:
             for process in self.processes.values():
                 process.kill()
             await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
-            protocol.remove_memory(self._memory)
+            for why_not in protocol.remove_memory(self._memory):
+                self._log(f"shared memory could not be removed: {why_not}")
 
     def _unwatched(self, task: asyncio.Task) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -40,10 +40,15 @@ def memory_prefix_for(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def remove_memory(prefix: str) -> None:
-    """Removes names of shared memory of processes killed while they connect."""
+def remove_memory(prefix: str) -> list[OSError]:
+    """Removes names of shared memory of processes killed while they connect; returns why it could not, for each."""
+    errors = []
     for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # another user's, for example
+            errors.append(error)
+    return errors
 
 
 class RefusedError(RuntimeError):
