@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from jax_ring.launcher import arguments as command_line
+from jax_ring.launcher.coordinator.folder import NoPlaceError
 from jax_ring.launcher.job import Job
 
 
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse(arguments, (__doc__ or "").partition(": ")[2])
     try:
         return asyncio.run(Job(options).run())
+    except NoPlaceError as error:
+        sys.exit(f"jax_ring.launch: failed: {error}")
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise

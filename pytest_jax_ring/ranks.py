@@ -104,10 +104,14 @@ class _Ranks(ProcessGroup):
         # The launcher's service runs in a process of its own and survives the death of any rank.
         server = rank.load_file("coordinator/server.py")
         assert server.__file__ is not None
-        self._service = subprocess.Popen(
-            [sys.executable, "-P", server.__file__, self.address, str(job.num_processes)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        self._sockets = rank.load_file("coordinator/folder.py").SocketFolder()
+        if server.is_found_at_a_socket():
+            self.address = f"unix:{self._sockets.socket('coordinator')}"
+        with open(self.file(0, "service"), "wb") as errors:
+            self._service = subprocess.Popen(
+                [sys.executable, "-P", server.__file__, self.address, str(job.num_processes)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+            )  # fmt: skip
         memory = {self._protocol.MEMORY_VARIABLE: self._memory}
         try:
             for number in range(job.num_processes):
@@ -155,6 +159,7 @@ class _Ranks(ProcessGroup):
         assert self._service.stdin is not None
         self._service.stdin.close()
         super().__exit__()
+        self._sockets.close()
         self._protocol.remove_memory(self._memory)
 
     def wait(self) -> None:
@@ -170,6 +175,9 @@ class _Ranks(ProcessGroup):
                         until = min(until, now + _GRACE)
             if not set(range(len(self.popen))) - set(self._ended) - stopped:
                 return
+            if self._service.poll() is not None:  # by the environment's settings of mutual TLS
+                text = self.file(0, "service").read_text(errors="replace")
+                raise RanksFailed(f"the coordination service of the ranks has ended:\n{text}")
             if now >= until:
                 return self._ask_for_stacks(stopped)
             time.sleep(0.01)

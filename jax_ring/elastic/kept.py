@@ -5,6 +5,7 @@ commits into its own two in turn, so that one whole commit is always there. The 
 processes are, however they end. In a job of several hosts each has what is not divided, and copies of parts of another.
 """
 
+import ctypes
 import os
 import struct
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
 from jax_ring.launcher import protocol
 
 # A file: the mark, which the launcher reads as well; the length of the header; the header; the sections that it names.
+# After a longer commit nothing follows, up to that one's length: the file cannot shrink.
 _LENGTH = struct.Struct("<q")
 _BEGIN = protocol.KEPT_MARK.size + _LENGTH.size
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, KEEP_SIZE in <linux/falloc.h>
 
 
 class CommitId(NamedTuple):
@@ -72,7 +75,8 @@ class KeptCommits:
             for section in sections:
                 for data in snapshot.data(section):
                     stream.write(data.data)
-            stream.truncate()
+            stream.flush()
+            _release(stream.fileno(), stream.tell())
         protocol.write_mark(file, True, generation.number, number)
         self.last = CommitId(number, generation.number)
 
@@ -99,14 +103,16 @@ class KeptCommits:
 
 def _read(file: int, name: str) -> Snapshot:
     """What a process has written of a commit. Raises RuntimeError if it is damaged."""
-    data = np.memmap(_path(file), np.uint8, "r")
-    room = len(data) - _BEGIN
-    length = int.from_bytes(data[protocol.KEPT_MARK.size : _BEGIN].tobytes(), "little", signed=True)
-    header = data[_BEGIN : _BEGIN + length].tobytes() if 0 < length <= room else b""
+    room = os.fstat(file).st_size - _BEGIN
+    length = int.from_bytes(os.pread(file, _LENGTH.size, protocol.KEPT_MARK.size), "little", signed=True)
+    header = os.pread(file, length, _BEGIN) if 0 < length <= room else b""
     snapshot, sections = Snapshot.of_header(header, name)
-    if (lacking := length + snapshot.num_bytes(*sections) - room) != 0:
+    size = snapshot.num_bytes(*sections)
+    if (lacking := length + size - room) > 0:
         raise RuntimeError(f"jax_ring.elastic: {name} is damaged: it lacks {lacking} bytes")
-    snapshot.unpack(sections, data[_BEGIN + length :])
+    # numpy maps no empty part.
+    data = np.memmap(_path(file), np.uint8, "r", _BEGIN + length, size) if size else np.empty(0, np.uint8)
+    snapshot.unpack(sections, data)
     return snapshot
 
 
@@ -114,6 +120,12 @@ def _commit_of(file: int) -> CommitId | None:
     """The commit in a file; None if none is whole."""
     mark = protocol.read_mark(file)
     return CommitId(number=mark[1], generation=mark[0]) if mark is not None else None
+
+
+def _release(file: int, begin: int) -> None:
+    """Gives back the memory of a file from there on. Without it the file takes more than it needs."""
+    if (size := os.fstat(file).st_size - begin) > 0:
+        ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(size))
 
 
 def _path(file: int) -> str:

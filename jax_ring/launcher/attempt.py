@@ -69,7 +69,8 @@ class Attempt:
             for process in self.processes.values():
                 process.kill()
             await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
-            protocol.remove_memory(self._memory)
+            for why_not in protocol.remove_memory(self._memory):
+                self._log(f"shared memory could not be removed: {why_not}")
 
     def _unwatched(self, task: asyncio.Task) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -79,7 +80,7 @@ class Attempt:
         shared, number = self._shared, next(self._shared.numbers)
         page = Page.new()
         own = {
-            protocol.CONTROL_VARIABLE: shared.server.name,
+            protocol.CONTROL_VARIABLE: shared.server.path,
             protocol.PROCESS_VARIABLE: str(number),
             protocol.MEMORY_VARIABLE: self._memory,
             protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *shared.kept))),

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +18,15 @@ class ControlServer:
     handler: called with a process's number, what it asks for and the values; returns the answer.
 
     Attributes:
-      name: of the socket, for `JAX_RING_CONTROL`.
+      path: of the socket, for `JAX_RING_CONTROL`.
     """
 
-    def __init__(self, handler: Callable[[int, str, Any], Answer]) -> None:
-        self._handler = handler
-        # A killed launcher leaves no files behind in the abstract namespace.
-        self.name = f"@jax_ring-{secrets.token_hex(16)}"
+    def __init__(self, path: str, handler: Callable[[int, str, Any], Answer]) -> None:
+        self.path, self._handler = path, handler
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, protocol.socket_address(self.name))
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
 
     def close(self) -> None:
         if self._server is not None:

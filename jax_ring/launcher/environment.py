@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -10,7 +11,9 @@ from typing import NamedTuple
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.arguments import Options
-from jax_ring.launcher.coordinator.server import without_proxy
+from jax_ring.launcher.coordinator.server import is_found_at_a_socket, without_proxy
+
+_SEALABLE = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 def joined(host: str, port: int) -> str:
@@ -29,6 +32,16 @@ def reserved_address(host: str = "127.0.0.1") -> Iterator[str]:
         yield joined(host, holder.getsockname()[1])
 
 
+@contextlib.contextmanager
+def coordinator_address(host: str, path: str) -> Iterator[str]:
+    """The address of a coordinator alone: at a host that others reach; else a Unix socket, if possible."""
+    if host or not is_found_at_a_socket():
+        with reserved_address(host or "127.0.0.1") as address:
+            yield address
+    else:
+        yield f"unix:{path}"
+
+
 def why_unreachable(server: asyncio.Server, host: str) -> str | None:
     """Why other hosts do not reach a server that listens at a name of this host, if so.
 
@@ -44,8 +57,14 @@ def why_unreachable(server: asyncio.Server, host: str) -> str | None:
 
 
 def kept_files(slots: int) -> tuple[int, ...]:
-    """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open."""
-    return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
+    """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open.
+
+    They never shrink: what a process has in memory of them stays there, whatever others do.
+    """
+    files = tuple(os.memfd_create(protocol.KEPT_NAME, _SEALABLE) for _ in range(2 * slots))
+    for file in files:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return files
 
 
 class Plan(NamedTuple):
@@ -56,7 +75,7 @@ class Plan(NamedTuple):
     slots: tuple[int, ...]  # the places used on this host, which decide the devices
     first: int  # index of this host's first process
     num_processes: int  # of all hosts
-    coordinator: str  # host:port of the coordination service
+    coordinator: str  # host:port of the coordination service, or unix:/path
     hosts: tuple[int, ...] = (0,)  # the index of each host's first process
 
 

@@ -12,6 +12,7 @@ from jax_ring.launcher import environment, events, signals
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import Answer, ControlServer
+from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.coordinator.process import Service
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Outcome
@@ -50,12 +51,13 @@ class Job:
         """Returns the launcher's exit status."""
         shared = self._shared
         shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
-        shared.server = ControlServer(self._asked)
         shared.kept = environment.kept_files(self._options.processes)
-        signals.receive(self._signalled, self._pass_on, self._reap)
-        await shared.server.start()
+        self._sockets = SocketFolder()
         signum = None
         try:
+            shared.server = ControlServer(self._sockets.socket("control"), self._asked)
+            signals.receive(self._signalled, self._pass_on, self._reap)
+            await shared.server.start()
             status = await self._generations()
         except SignalledError as error:
             signum = error.signum
@@ -63,6 +65,7 @@ class Job:
         finally:
             self._search.close()
             shared.server.close()
+            self._sockets.close()
             for file in shared.kept:
                 os.close(file)
         status = await self._drained(status, is_stopped=signum is not None)
@@ -130,8 +133,8 @@ class Job:
 
     async def _generation(self, leader: Leader, group: Group) -> Outcome:
         """A generation on all hosts, with a coordination service here."""
-        own = self._search.own
-        with environment.reserved_address(split(own.address)[0] if own.address else "127.0.0.1") as coordinator:
+        own, path = self._search.own, self._sockets.socket(f"coordinator-{group.number}")
+        with environment.coordinator_address(split(own.address)[0] if own.address else "", path) as coordinator:
             self._service = service = Service(self._shared.output, coordinator, group.num_processes)
             try:
                 if self._options.hosts_change:

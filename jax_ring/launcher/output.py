@@ -9,6 +9,7 @@ import queue
 import re
 import select
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from typing import IO, TextIO
@@ -250,7 +251,8 @@ class Output:
 class LogFiles:
     """The files of --log-dir: FOLDER/rank-2.out and .err, and FOLDER/restart-1 for the first restart.
 
-    A later job with the same folder has FOLDER/job-2, and so on. Launchers of several hosts may share it.
+    A later job with the same folder has FOLDER/job-2, and so on. Launchers of several hosts may share it. Where other
+    users may write, none of them decides where the output goes.
 
     log: tells the user where the output is, if it is not in the folder itself.
     """
@@ -272,10 +274,8 @@ class LogFiles:
                 self._folder = next(each for each in itertools.chain([self._parent], numbered) if _is_of(each, job))
                 if self._folder != self._parent:
                     self._log(f"the output of this job is in {self._folder}: {self._parent} has that of an earlier one")
-            folder = self._folder / f"restart-{restart}" if restart else self._folder
-            folder.mkdir(exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # what is there is of this job
-            out, err = (os.open(folder / f"rank-{rank}.{end}", flags, 0o666) for end in ("out", "err"))
+            folder = _made(self._folder / f"restart-{restart}") if restart else self._folder
+            out, err = (_opened(folder / f"rank-{rank}.{end}") for end in ("out", "err"))
         except OSError as error:
             raise OSError(f"cannot write to --log-dir: {error}") from error
         return out, err
@@ -283,11 +283,36 @@ class LogFiles:
 
 def _is_of(folder: pathlib.Path, job: str) -> bool:
     """Whether a folder is a job's, which takes one that has no output."""
-    folder.mkdir(parents=True, exist_ok=True)
-    owner = folder / ".job"  # a link, made as a whole, whose target is no file but the job's name
+    owner = _made(folder) / ".job"  # a link, made as a whole, whose target is no file but the job's name
     # In this order: another launcher of the job takes the folder before it writes.
     if (any(folder.glob("rank-*")) or any(folder.glob("restart-*"))) and not owner.is_symlink():
         return False  # by a job that has left no name
     with contextlib.suppress(FileExistsError):
         owner.symlink_to(job)
     return os.readlink(owner) == job
+
+
+def _made(folder: pathlib.Path) -> pathlib.Path:
+    """A folder, which need not be there. Raises PermissionError if another user may decide what is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found, trusted = folder.stat(), (0, os.geteuid())
+    if folder.is_symlink() and folder.lstat().st_uid not in trusted:
+        raise PermissionError(f"{folder} is a link of another user: name what it leads to")
+    if found.st_uid not in trusted and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"{folder} is of another user, and all may replace what is in it: take one of your own")
+    return folder
+
+
+def _opened(path: pathlib.Path) -> int:
+    """A file to write to at its end. Raises PermissionError if it is of another user, a link, or no file."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for a reader
+    with contextlib.suppress(FileExistsError):
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+    if path.is_symlink():
+        raise PermissionError(f"{path} is a link")
+    file = os.open(path, flags)  # what is there is of this job
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(file)
+        raise PermissionError(f"{path} is of another user, or no file")
+    return file

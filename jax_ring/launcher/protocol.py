@@ -40,10 +40,15 @@ def memory_prefix_for(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def remove_memory(prefix: str) -> None:
-    """Removes names of shared memory of processes killed while they connect."""
+def remove_memory(prefix: str) -> list[OSError]:
+    """Removes names of shared memory of processes killed while they connect; returns why it could not, for each."""
+    errors = []
     for path in pathlib.Path("/dev/shm").glob(f"jax_ring-{prefix}*"):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # another user's, for example
+            errors.append(error)
+    return errors
 
 
 class RefusedError(RuntimeError):
@@ -58,8 +63,8 @@ def ask(do: str, *values: Any, awaits_answer: bool = True, seconds: float | None
     Raises RuntimeError without a launcher, when it has ended, or with its reason if it refuses; ValueError if the
     script is at fault.
     """
-    name, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
-    if not name or not number:
+    path, number = os.environ.get(CONTROL_VARIABLE), os.environ.get(PROCESS_VARIABLE)
+    if not path or not number:
         raise RuntimeError(
             f"this process was not started by jax_ring's launcher: {CONTROL_VARIABLE} is not set. Start the "
             "program with: python -m jax_ring.launch -n 4 script.py"
@@ -67,12 +72,12 @@ def ask(do: str, *values: Any, awaits_answer: bool = True, seconds: float | None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
         try:
-            connection.connect(socket_address(name))
+            connection.connect(path)
             connection.sendall(json.dumps([int(number), do, values]).encode() + b"\n")
             line = connection.makefile("rb").readline() if awaits_answer else b"{}"
         except OSError as error:
             raise RuntimeError(
-                f"the launcher at {CONTROL_VARIABLE}={name} does not answer ({error}). It has ended, or this process "
+                f"the launcher at {CONTROL_VARIABLE}={path} does not answer ({error}). It has ended, or this process "
                 "has inherited the variable from a job that has ended."
             ) from error
     if not line:
@@ -123,8 +128,3 @@ def is_own_user(connection: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket is of this process's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.geteuid()
-
-
-def socket_address(name: str) -> str:
-    """The address for a name in `JAX_RING_CONTROL`: @ stands for Linux's abstract namespace."""
-    return "\0" + name.removeprefix("@")

@@ -70,6 +70,8 @@ def with_environment_defaults(initialize: Callable, own: Mapping[str, str]) -> C
             process_id = int(own["JAX_PROCESS_ID"])
         client, coordinator = load_beside("coordinator/client.py"), own["JAX_COORDINATOR_ADDRESS"]
         if (coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")) == coordinator:
+            client.check_mtls(options, bool(own.get("JAX_MTLS_CERT_FILE")))
+            client.keep_on_host(coordinator)
             load_beside("protocol.py").tell_initialize()
             service = client.without_service()
         else:

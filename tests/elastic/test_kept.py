@@ -1,5 +1,6 @@
 """Commits in memory of the launcher: which one is found, whatever the writers have left."""
 
+import fcntl
 import json
 import os
 import struct
@@ -209,8 +210,22 @@ def test_a_larger_commit_leaves_nothing_of_itself(files, commit):
     kept.write(4, Snapshot.of({"w": np.ones(10_000)}, 0, 1), one)
     for number in (5, 6):
         kept.write(number, snapshot_of(0, number, divided=False), one)
-    assert all(os.fstat(file).st_size < 10_000 for file in files)
+    assert all(os.fstat(file).st_blocks * 512 < 10_000 for file in files)
     assert_newest(files, 6, divided=False)
+
+
+def test_nobody_takes_memory_away_that_others_have_mapped(files, commit):
+    commit(0, 6)
+    commit(1, 6)
+    found = KeptCommits(files, 0).commits()
+    for file in files:
+        if os.fstat(file).st_size:
+            with pytest.raises(PermissionError):
+                os.ftruncate(file, 0)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    (snapshot,) = found.values()
+    np.testing.assert_array_equal(snapshot.trees(values(6))["m"], values(6)["m"])
 
 
 def test_the_launcher_sees_which_generation_has_made_a_commit(files, commit):
@@ -354,15 +369,8 @@ BEGIN = protocol.KEPT_MARK.size
 
 
 def damage(file, what):
-    size = os.fstat(file).st_size
     header = struct.unpack("<q", os.pread(file, 8, BEGIN))[0]
     match what:
-        case "short":
-            os.ftruncate(file, size - 1)
-        case "long":
-            os.pwrite(file, b"x", size)
-        case "no header":
-            os.ftruncate(file, BEGIN)
         case "huge header":
             os.pwrite(file, struct.pack("<q", 1 << 62), BEGIN)
         case "negative header":
@@ -377,9 +385,6 @@ def damage(file, what):
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("short", "is damaged: it lacks 1 bytes"),
-        ("long", "is damaged: it lacks -1 bytes"),
-        ("no header", "is damaged, or of another"),
         ("huge header", "is damaged, or of another"),
         ("negative header", "is damaged, or of another"),
         ("other shapes", "is damaged: it lacks 2 bytes"),

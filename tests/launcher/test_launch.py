@@ -9,6 +9,7 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, MODULE, WAITS, assert_gone, comman
 
 from jax_ring import launch
 from jax_ring.launcher import environment
+from jax_ring.launcher.protocol import MEMORY_VARIABLE
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -206,6 +207,37 @@ print("created", flush=True)
     _, out, err = run("-n", "1", "--grace", "0", path, command=command_with(change))
     assert out == ["[0] created"], err
     assert not os.path.exists(f"/dev/shm/{name}"), err
+
+
+def test_memory_that_cannot_be_removed_fails_no_job(script):
+    """Another user may have taken the name, or a folder has it."""
+    path = script(f"import os; print(name := '/dev/shm/jax_ring-' + os.environ[{MEMORY_VARIABLE!r}]); os.mkdir(name)")
+    status, out, err = run("-n", "1", path)
+    name = out[0].split()[1]
+    os.rmdir(name)
+    assert status == 0
+    (line,) = err.splitlines()
+    assert line.startswith("jax_ring.launch: shared memory could not be removed: [Errno ")
+    assert line.endswith(f": '{name}'")
+
+
+def test_a_process_that_truncates_what_it_inherits(script):
+    """The launcher and the next generation have it in memory."""
+    path = script(
+        """
+import os, sys
+links = {file: f"/proc/self/fd/{file}" for file in map(int, os.listdir("/proc/self/fd"))}
+for file, link in links.items():
+    if os.path.lexists(link) and "memfd:jax_ring" in os.readlink(link):
+        try: os.ftruncate(file, 0)
+        except OSError: pass
+if os.environ["JAX_RING_RESTART"] == "0": sys.exit(3)
+import time; time.sleep(2)
+"""
+    )
+    status, _, err = run("-n", "2", "--watch", "60", "--max-restarts", "1", "--backoff", "0", path)
+    assert status == 0, err
+    assert "restart 1 of 1" in err
 
 
 def test_a_signal_that_comes_when_the_launcher_ends_is_not_mentioned(script):

@@ -11,6 +11,7 @@ from launches import FAILS_BESIDE_A_SLOW_ONE, WAITS, assert_gone, pids, reserved
 
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.signals import SignalledError, unless_signalled
 
@@ -197,14 +198,16 @@ print([thread for thread in threads if not blocks(thread)] == [main])
 def test_a_stranger_at_the_socket_of_processes(line):
     async def scenario():
         asked = []
-        server = ControlServer(lambda *question: asked.append(question))
+        folder = SocketFolder()
+        server = ControlServer(folder.socket("control"), lambda *question: asked.append(question))
         await server.start()
-        reader, writer = await asyncio.open_unix_connection(protocol.socket_address(server.name))
+        reader, writer = await asyncio.open_unix_connection(server.path)
         writer.write(line)
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
         server.close()
+        folder.close()
         return asked
 
     assert asyncio.run(scenario()) == []

@@ -205,6 +205,56 @@ def test_launchers_that_claim_a_folder_at_once(tmp_path):
             assert sorted(pairs) == [["a"] * 2, ["b"] * 2, ["c"] * 2, ["d"] * 2]
 
 
+OTHER_USER = 12345
+
+
+def refusal(folder):
+    """Why --log-dir is refused."""
+    with pytest.raises(OSError, match=r"^cannot write to --log-dir: ") as error:
+        LogFiles(folder, print).of("job", 0, 0)
+    return str(error.value)
+
+
+def test_log_files_follow_no_link(tmp_path):
+    folder, other = tmp_path / "logs", tmp_path / "other"
+    claim(folder, "job", rank=1)
+    other.write_text("of another program\n")
+    (folder / "rank-0.out").symlink_to(other)
+    assert f"{folder}/rank-0.out is a link" in refusal(folder)
+    assert other.read_text() == "of another program\n"
+
+
+def test_a_pipe_in_place_of_a_log_file(tmp_path):
+    """It does not hold the launcher up, with or without a reader."""
+    claim(tmp_path, "job", rank=1)
+    os.mkfifo(tmp_path / "rank-0.out")
+    refusal(tmp_path)
+    reader = os.open(tmp_path / "rank-0.out", os.O_RDONLY | os.O_NONBLOCK)
+    assert "is of another user, or no file" in refusal(tmp_path)
+    os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make files of other users")
+def test_log_files_in_reach_of_another_user(tmp_path):
+    shared, own, link = tmp_path / "shared", tmp_path / "own", tmp_path / "link"
+    for folder in (shared, own):
+        folder.mkdir()
+    link.symlink_to(own)
+    claim(link, "job", text="a")
+    os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
+    assert f"{link} is a link of another user" in refusal(link)
+    os.chown(shared, OTHER_USER, OTHER_USER)
+    shared.chmod(0o777)
+    assert f"{shared} is of another user" in refusal(shared)
+    shared.chmod(0o1777)
+    claim(shared, "job", rank=1)
+    (shared / "rank-0.out").write_text("")
+    os.chown(shared / "rank-0.out", OTHER_USER, OTHER_USER)
+    assert f"{shared}/rank-0.out is of another user" in refusal(shared)
+    shared.chmod(0o775)  # as a group has it
+    claim(shared, "job", rank=2)
+
+
 def test_log_files_are_closed_when_a_process_has_ended(tmp_path):
     """Each restart finds as many files open in the launcher as the one before."""
     folder = tmp_path / "logs"

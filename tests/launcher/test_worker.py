@@ -13,6 +13,7 @@ import pytest
 from launches import run
 
 from jax_ring.launcher import protocol, worker
+from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.environment import reserved_address
 
 PROGRAM = """
@@ -83,17 +84,45 @@ def test_initialize_is_replaced_whoever_imports_jax(script, tmp_path, imported_b
     assert result.stdout == "True\n", result.stderr
 
 
-# In place of JAX: what a call of initialize gets, and whether process 0 would start a service.
-SAYS_WHAT_IT_DOES = """
+# In place of JAX: what a call of initialize gets, whether process 0 would start a service, and where Gloo listens.
+IN_PLACE_OF_JAX = {
+    "__init__.py": "import types; config = types.SimpleNamespace(jax_mtls_cert_file={in_config!r})",
+    "_src/__init__.py": "",
+    "_src/distributed.py": """
+import types
+_jax = types.SimpleNamespace(get_distributed_runtime_service=int, make_gloo_tcp_collectives=dict)
+""",
+    "distributed.py": """
 import os
 from jax._src import distributed
 def initialize(*args, **options):
     is_service = distributed._jax.get_distributed_runtime_service(1) is not None
-    print(args, options, is_service)
+    print(args, options, is_service, *distributed._jax.make_gloo_tcp_collectives().values())
 def shutdown(): pass
-"""
+""",
+}
+
+
+@pytest.fixture
+def initialize(script, tmp_path):
+    """Runs a script in a process of the launcher, under variables of it; returns what it writes."""
+
+    def run(text, in_config=None, **own):
+        (tmp_path / "jax" / "_src").mkdir(parents=True)
+        for name, code in IN_PLACE_OF_JAX.items():
+            script(code.format(in_config=in_config) if name == "__init__.py" else code, f"jax/{name}")
+        own = {"JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "1", "PYTHONPATH": str(tmp_path), **own}
+        result = subprocess.run(
+            [sys.executable, "-P", worker.__file__, str(os.getpid()), "script", script(text)],
+            capture_output=True, text=True, env=os.environ | own, timeout=120, check=False,
+        )  # fmt: skip
+        return result.stdout.removesuffix("\n") or result.stderr
+
+    return run
+
+
 OTHER = "127.0.0.1:2"
-GIVEN = "(None, 3, 1) {} False"
+GIVEN = "(None, 3, 1) {} False 127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -111,22 +140,45 @@ GIVEN = "(None, 3, 1) {} False"
         ("", f"'{OTHER}', process_id=0", f"('{OTHER}', 3, 0) {{}} True"),
     ],
 )
-def test_what_initialize_gets(script, tmp_path, change, arguments, expected):
-    (tmp_path / "jax" / "_src").mkdir(parents=True)
-    script("", "jax/__init__.py")
-    script("", "jax/_src/__init__.py")
-    script("import types; _jax = types.SimpleNamespace(get_distributed_runtime_service=int)", "jax/_src/distributed.py")
-    script(SAYS_WHAT_IT_DOES, "jax/distributed.py")
-    path = script(
-        f"import os, jax.distributed\nOTHER = {OTHER!r}\nos.environ.update({{{change}}})\n"
-        f"jax.distributed.initialize({arguments})"
-    )
-    own = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "1"}
-    result = subprocess.run(
-        [sys.executable, "-P", worker.__file__, str(os.getpid()), "script", path],
-        capture_output=True, text=True, env=os.environ | own | {"PYTHONPATH": str(tmp_path)}, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.stdout == f"{expected}\n", result.stderr
+def test_what_initialize_gets(initialize, change, arguments, expected):
+    text = f"import os, jax.distributed\nOTHER = {OTHER!r}\nos.environ.update({{{change}}})\n"
+    text += f"jax.distributed.initialize({arguments})"
+    assert initialize(text, JAX_COORDINATOR_ADDRESS="127.0.0.1:1") == expected
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "hosts"),
+    [
+        ("unix:/tmp/a/coordinator-1", "127.0.0.1"),
+        ("127.0.1.1:5", "127.0.0.1"),
+        ("[::1]:5", "127.0.0.1"),
+        ("10.0.0.1:5", ""),
+        ("node-127:5", ""),
+        ("[fd00::1]:5", ""),
+    ],
+)
+def test_gloo_stays_on_a_host_that_has_all_processes(initialize, coordinator, hosts):
+    text = "import jax.distributed\njax.distributed.initialize()"
+    expected = f"(None, 3, 1) {{}} False {hosts}".strip()
+    assert initialize(text, JAX_COORDINATOR_ADDRESS=coordinator) == expected
+
+
+@pytest.mark.parametrize(
+    ("in_config", "argument", "variable", "error"),
+    [
+        (None, None, None, ""),
+        ("/own", None, "/cert", ""),  # each process may have its own
+        (None, "/own", "/cert", ""),
+        ("/own", None, None, "mtls_cert_file is '/own', but the coordination service of jax_ring.launch does not use"),
+        (None, "/own", None, "mtls_cert_file is '/own', but the coordination service of jax_ring.launch does not use"),
+        (None, None, "/cert", "mtls_cert_file is None, but the coordination service of jax_ring.launch uses"),
+    ],
+)
+def test_mutual_tls_that_the_service_does_not_have(initialize, in_config, argument, variable, error):
+    text = f"import jax.distributed\njax.distributed.initialize(mtls_cert_file={argument!r})"
+    own = {"JAX_COORDINATOR_ADDRESS": "unix:/tmp/a", **({"JAX_MTLS_CERT_FILE": variable} if variable else {})}
+    found = initialize(text, in_config, **own)
+    assert (f"ValueError: jax.distributed.initialize: {error}" if error else "127.0.0.1") in found
 
 
 @pytest.mark.full
@@ -161,12 +213,13 @@ def test_the_launcher_is_told_of_initialize(monkeypatch):
     """At once, also where it neither reads nor answers, and where there is none."""
     monkeypatch.delenv(protocol.CONTROL_VARIABLE, raising=False)
     protocol.tell_initialize()
-    name = f"@jax_ring-test-{os.getpid()}"
-    monkeypatch.setenv(protocol.CONTROL_VARIABLE, name)
+    folder = SocketFolder()
+    path = folder.socket("control")
+    monkeypatch.setenv(protocol.CONTROL_VARIABLE, path)
     monkeypatch.setenv(protocol.PROCESS_VARIABLE, "7")
     protocol.tell_initialize()
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(protocol.socket_address(name))
+        server.bind(path)
         server.listen()
         began = time.monotonic()
         protocol.tell_initialize()
@@ -174,6 +227,7 @@ def test_the_launcher_is_told_of_initialize(monkeypatch):
         connection, _ = server.accept()
         with connection, connection.makefile() as lines:
             assert list(lines) == ['[7, "initialize", []]\n']
+    folder.close()
 
 
 NAMES = ["json", "socket", "logging", "threading", "asyncio", "types", "signal", "ctypes", "runpy", "re", "io", "queue"]

@@ -338,6 +338,22 @@ def test_served(processes):
     assert "1 failed" in output
 
 
+def test_ranks_connect_at_a_socket_of_their_own(run_tests, monkeypatch):
+    tests = """
+import os
+@pytest.mark.jax_processes(2)
+def test_address():
+    path = os.environ["JAX_COORDINATOR_ADDRESS"].removeprefix("unix:")
+    assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+"""
+    status, output = run_tests(tests)
+    assert status == 0, output
+    monkeypatch.setenv("JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS", "1")
+    status, output = run_tests(tests)
+    assert status == 1, output
+    assert "credentials" in output.lower()
+
+
 def test_no_other_program_is_given_the_address_of_the_ranks():
     with ProcessGroup() as group, socket.socket() as other:
         host, port = group.address.split(":")
@@ -349,10 +365,10 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
     started, memory = [], []
 
     def popen(*arguments, **options):
-        if len(started) == 2:  # the service and rank 0
+        if len(started) == 3:  # what removes the sockets, the service, and rank 0
             raise BlockingIOError("no more processes")
         started.append(original(*arguments, **options))
-        if len(started) == 2:
+        if len(started) == 3:
             memory.append(pathlib.Path(f"/dev/shm/jax_ring-{options['env']['JAX_RING_MEMORY']}-test"))
             memory[0].touch()
         return started[-1]
@@ -361,7 +377,7 @@ def test_nothing_is_left_if_a_rank_cannot_be_started(request, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", popen)
     with pytest.raises(BlockingIOError):
         ranks._Ranks(request.node, Job(2))
-    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 3
     assert not memory[0].exists()
 
 

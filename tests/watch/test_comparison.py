@@ -270,6 +270,21 @@ def test_a_page(page):
     same.close()
 
 
+def test_a_page_keeps_its_size(page):
+    """The launcher has it in memory, and would end with a process that takes that away."""
+    for size in (0, 1 << 40):
+        with pytest.raises(PermissionError):
+            os.ftruncate(page.file, size)
+    page.answer("é" * (1 << 20))
+    text = page.behind()
+    assert len(text) > 100_000
+    assert set(text[:-1]) == {"é"}
+    for offset in (0, 1 << 40):
+        os.lseek(page.file, offset, os.SEEK_SET)
+        assert page.behind()[:1] in ("", "é")
+    assert page.read().counts == 0
+
+
 def test_whose_page_it_is(page, monkeypatch, tmp_path):
     monkeypatch.delenv(pages.PAGE_VARIABLE, raising=False)
     assert Page.of_launcher() is None

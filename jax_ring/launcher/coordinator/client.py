@@ -6,13 +6,14 @@ script has imported it.
 
 import contextlib
 import ctypes
+import functools
 import pathlib
 import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _POLL_SECONDS = 0.002
@@ -39,6 +40,31 @@ def without_service() -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+def keep_on_host(coordinator: str) -> None:
+    """Has Gloo listen at the loopback interface alone, where no other host can reach the coordinator."""
+    from jax._src import distributed
+
+    module, name = distributed._jax, "make_gloo_tcp_collectives"
+    if coordinator.startswith(("unix:", "127.", "[::1]:", "localhost:")) and hasattr(module, name):
+        setattr(module, name, functools.partial(getattr(module, name), hostname="127.0.0.1"))
+
+
+def check_mtls(options: Mapping[str, Any], has_mtls: bool) -> None:
+    """Raises ValueError if the script alone asks for mutual TLS, or not: JAX would wait for minutes, then abort.
+
+    options: those of `jax.distributed.initialize`. has_mtls: whether the launcher's coordination service uses it.
+    """
+    import jax
+
+    given = options.get("mtls_cert_file") or getattr(jax.config, "jax_mtls_cert_file", None)
+    if bool(given) != has_mtls:
+        raise ValueError(
+            f"jax.distributed.initialize: mtls_cert_file is {given!r}, but the coordination service of "
+            f"jax_ring.launch {'uses' if has_mtls else 'does not use'} mutual TLS, by its own environment: set the "
+            "variables JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE where it starts, or nowhere"
+        )
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """A page of memory that a process and its launcher share. The launcher reads it whatever the process does.
 
-It is an anonymous file, which the launcher makes for each process. Behind the page the process says where it is, if
-asked.
+It is an anonymous file, which the launcher makes for each process. Its size is sealed, so that nobody can take memory
+away that the other has mapped. Behind the page the process says where it is, if asked.
 """
 
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import mmap
 import os
 import signal
@@ -43,6 +44,7 @@ class Words(ctypes.Structure):
 
 
 _SIZE = ctypes.sizeof(Words)
+_END = _SIZE + (1 << 18)  # of what is behind the page; unused memory is not there
 
 
 def cut(text: str) -> bytes:
@@ -75,8 +77,9 @@ class Page:
 
     @classmethod
     def new(cls) -> "Page":
-        file = os.memfd_create(NAME)
-        os.ftruncate(file, _SIZE)
+        file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, _END)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(file)
 
     @classmethod
@@ -107,16 +110,18 @@ class Page:
 
     # ---- Behind the page ---------------------------------------------------------------------------------------------
 
+    # What is there ends where Python writes next: the file's offset is one for both processes.
+
     def clear(self) -> None:
-        os.ftruncate(self.file, _SIZE)
-        os.lseek(self.file, _SIZE, os.SEEK_SET)  # where Python writes: the offset is one for both processes
+        os.lseek(self.file, _SIZE, os.SEEK_SET)
 
     def behind(self) -> str:
-        return os.pread(self.file, os.fstat(self.file).st_size, _SIZE).decode(errors="replace")
+        end = min(os.lseek(self.file, 0, os.SEEK_CUR), _END)
+        return os.pread(self.file, max(0, end - _SIZE), _SIZE).decode(errors="replace")
 
     def answer(self, text: str) -> None:
         self.clear()
-        os.write(self.file, text.encode())
+        os.write(self.file, text.encode()[: _END - _SIZE])
         self.words.asked = False
 
     def stacks(self) -> str:
