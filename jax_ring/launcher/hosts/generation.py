@@ -61,7 +61,7 @@ class Generation:
         self._watcher = Watcher(
             num_hosts=len(group.hosts),
             ask=lambda: self._send("where", True),
-            log=lambda text: shared.output.log(text),
+            log=lambda *lines: shared.output.log(*lines),
             fail=lambda rank, name, what: self._failed(Failure(name, rank, what), is_final=True),
             watch=self._options.watch,
             on_stuck=self._options.on_stuck,
