@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -46,6 +47,16 @@ def why_unreachable(server: asyncio.Server, host: str) -> str | None:
 def kept_files(slots: int) -> tuple[int, ...]:
     """Two files in memory for each slot, for the commits of an elastic job. They are gone when nobody has them open."""
     return tuple(os.memfd_create(protocol.KEPT_NAME) for _ in range(2 * slots))
+
+
+def key_file(key: bytes) -> int:
+    """A file in memory with a key, which nobody can change: processes inherit it, and no other user reads it."""
+    file = os.memfd_create(protocol.KEY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(file, key)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
+    return file
 
 
 class Plan(NamedTuple):

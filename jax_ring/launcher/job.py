@@ -52,8 +52,11 @@ class Job:
         shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
         shared.server = ControlServer(self._asked)
         shared.kept = environment.kept_files(self._options.processes)
+        shared.key_file = environment.key_file(shared.key)
         signals.receive(self._signalled, self._pass_on, self._reap)
         await shared.server.start()
+        if self._options.coordinators and not self._options.secret:
+            shared.output.log("--insecure: whoever reaches the port of a launcher takes part in this job")
         signum = None
         try:
             status = await self._generations()
@@ -63,7 +66,7 @@ class Job:
         finally:
             self._search.close()
             shared.server.close()
-            for file in shared.kept:
+            for file in (*shared.kept, shared.key_file):
                 os.close(file)
         status = await self._drained(status, is_stopped=signum is not None)
         # Nothing follows the last line. A signal is noted in a pipe that asyncio closes first, of which Python would
