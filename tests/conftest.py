@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import secrets
 import sys
 import types
 
@@ -110,6 +111,13 @@ def script(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def secret(monkeypatch):
+    """The secret of launchers of several hosts that the test starts, which find it in their environment."""
+    monkeypatch.setenv("JAX_RING_SECRET", text := secrets.token_hex())
+    return text
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -20,7 +20,7 @@ import jax
 from jax_ring import _compat, runtime
 from jax_ring.distributed import exit_notice
 from jax_ring.launcher import protocol
-from jax_ring.launcher.schema import read
+from jax_ring.launcher.schema import escaped, read
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
 
@@ -33,6 +33,7 @@ class _Host(NamedTuple):
     id: str  # equal where processes share memory
     memory: str  # identifies the process's shared memory; empty if unknown
     name: str  # for messages
+    key: str  # equal where processes have the same secret; empty without one
 
 
 class Identity(NamedTuple):
@@ -62,16 +63,17 @@ class _Membership:
 
     def __init__(self) -> None:
         self.process = _compat.distributed_process()
-        self.hosts = {self.process: _Host(_own_host(), _own_memory(), socket.gethostname())}
+        # The first process to publish a token wins. Whoever reads the store knows it; with the job's key it names
+        # shared resources, which other programs must not be able to guess.
+        token, key = _compat.publish_once("jax_ring/token", secrets.token_hex(16)), protocol.own_key()
+        fingerprint = protocol.derived(key, f"fingerprint {token}").hex()[:16] if key else ""
+        self.hosts = {self.process: _Host(_own_host(), _own_memory(), socket.gethostname(), fingerprint)}
         self.gpus: dict[int, Gpus] = {}
         # Of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
-        # The first process to publish a token wins. Shared resources are named after it, so other programs must not be
-        # able to guess it.
-        token = _compat.publish_once("jax_ring/token", protocol.memory_prefix() + secrets.token_hex(16))
-        runtime.join_processes(self.process, token, put, get)
+        runtime.join_processes(self.process, protocol.memory_name(key, token), put, get)
         exit_notice.join()
 
     def publish_gpus(self) -> Gpus:
@@ -123,6 +125,13 @@ def host_of(process: int) -> str:
         advice = "A process does so when it has imported jax_ring and called jax.distributed.initialize()"
         membership.hosts[process] = _fetch("host", _Host, process, advice, runtime.timeout())
     host, own = membership.hosts[process], membership.hosts[membership.process]
+    if host.key != own.key:
+        lacking = [each for each, its in ((membership.process, own), (process, host)) if not its.key]
+        what = f"process {lacking[0]} has no secret" if lacking else "they have different ones"
+        raise RuntimeError(
+            f"processes {membership.process} and {process} are of one job, and {what}. All processes get theirs from "
+            f"jax_ring's launcher; without it set {protocol.SECRET_VARIABLE} to the same value in all, or in none."
+        )
     if host.id == own.id and own.memory and host.memory and own.memory != host.memory:
         raise RuntimeError(
             f"processes {membership.process} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to "
@@ -137,7 +146,7 @@ def host_of(process: int) -> str:
 def host_names(processes: Iterable[int]) -> dict[int, str]:
     """The names of the hosts of processes whose `host_of` is known."""
     hosts = _membership().hosts
-    return {process: hosts[process].name for process in processes}
+    return {process: escaped(hosts[process].name) for process in processes}
 
 
 def gpus_of(processes: Iterable[int]) -> dict[int, Gpus]:

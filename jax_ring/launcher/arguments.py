@@ -5,8 +5,12 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import secrets
 import sys
 from collections.abc import Sequence
+
+from jax_ring.launcher import protocol
+from jax_ring.launcher.hosts import secret
 
 _MOST_DEVICES = 4096  # their indices fit into a variable
 
@@ -37,6 +41,7 @@ class Options:
     node_timeout: float = 300.0  # for launchers to find each other
     join_timeout: float = 30.0  # for more than `min_nodes` hosts to be there at the start
     heartbeat_timeout: float = 20.0  # of silence, after which launchers give each other up
+    secret: bytes = dataclasses.field(default=b"", repr=False)  # of the job, with other launchers; empty for none
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> Options:
@@ -59,7 +64,8 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         "min_processes": fewest, "processes": most,
         "min_nodes": min_nodes, "nnodes": nnodes, "hosts_change": hosts_change,
         "node_rank": given.node_rank if hosts_change else given.node_rank or 0,
-        "coordinators": _coordinators(parser, given, nnodes, hosts_change),
+        "coordinators": (coordinators := _coordinators(parser, given, nnodes, hosts_change)),
+        "secret": _secret(parser, given, bool(coordinators)),
     }  # fmt: skip
     return Options(**options)
 
@@ -131,6 +137,15 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="where host 0 can be reached, and a port for its launcher; with MIN:MAX several hosts, in the order in "
         "which their launchers may lead",
     )  # fmt: skip
+    parser.add_argument(
+        "--secret-file", type=pathlib.Path, metavar="FILE",
+        help=f"a file of mode 0600 with the secret that all launchers of the job share (default: that in "
+        f"{protocol.SECRET_VARIABLE})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--insecure", action="store_true",
+        help="several hosts without a secret: whoever reaches the port of a launcher takes part",
+    )  # fmt: skip
     _add_seconds(parser, "node_timeout", "time that the launchers of all hosts have to find each other")
     _add_seconds(parser, "join_timeout", "with MIN:MAX, time that more than MIN hosts have to be there at the start")
     _add_seconds(
@@ -186,6 +201,10 @@ def _coordinators(
         host, _, port = text.strip().rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             parser.error(f"--nnodes {given.nnodes} needs --coordinator HOST:PORT, got {given.coordinator}")
+        try:
+            host.encode("idna")  # as it is looked up
+        except UnicodeError as error:
+            parser.error(f"--coordinator: {host!r} is no name of a host: {error}")
         addresses.append((host.strip("[]"), int(port)))
     if len(addresses) > 1 and not hosts_change:
         parser.error(
@@ -195,6 +214,28 @@ def _coordinators(
     if len(set(addresses)) < len(addresses):
         parser.error(f"--coordinator has an address twice: {given.coordinator}")
     return tuple(addresses)
+
+
+def _secret(parser: argparse.ArgumentParser, given: argparse.Namespace, has_others: bool) -> bytes:
+    """The secret of the job. It is taken out of the environment, which processes inherit."""
+    text, file = os.environb.pop(os.fsencode(protocol.SECRET_VARIABLE), None), given.secret_file
+    if given.insecure and (not has_others or file is not None or text is not None):
+        other = protocol.SECRET_VARIABLE if file is None else "--secret-file"
+        parser.error(f"--insecure is for several hosts{f', and not beside {other}' if has_others else ''}")
+    try:
+        if file is not None:
+            return secret.of_file(file)
+        if text is not None:
+            return protocol.checked_secret(text, protocol.SECRET_VARIABLE)
+    except ValueError as error:
+        parser.error(str(error))
+    if has_others and not given.insecure:
+        parser.error(
+            f"--nnodes {given.nnodes} needs a secret that the launchers of all hosts have: set "
+            f"{protocol.SECRET_VARIABLE}, or give --secret-file FILE of mode 0600; or give --insecure, with which "
+            "whoever reaches the port takes part. Make one with: python -c 'import secrets; print(secrets.token_hex())'"
+        )
+    return b"" if given.insecure else secrets.token_bytes()
 
 
 def _check_program(parser: argparse.ArgumentParser, script: str, is_module: bool) -> None:

@@ -46,7 +46,7 @@ class Attempt:
         self._log = shared.output.log
         self.processes: dict[int, Process] = {}
         self._has_exited = asyncio.Event()  # a process, since it was cleared
-        self._memory = protocol.memory_prefix_for(f"{plan.job}/{plan.number}")
+        self._memory = protocol.memory_prefix_for(shared.key, f"{plan.job}/{plan.number}")
 
     async def run(self) -> int | None:
         """Returns the signal that has ended the job on this host, if one has."""
@@ -83,12 +83,13 @@ class Attempt:
             protocol.CONTROL_VARIABLE: shared.server.path,
             protocol.PROCESS_VARIABLE: str(number),
             protocol.MEMORY_VARIABLE: self._memory,
+            protocol.KEY_VARIABLE: str(shared.key_file),
             protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *shared.kept))),
             PAGE_VARIABLE: str(page.file),
         }
         variables = environment.variables(self._options, self._plan, own, slot=slot, rank=rank)
         try:
-            process = Process(self._options, number, rank, page, variables, shared.kept)
+            process = Process(self._options, number, rank, page, variables, (*shared.kept, shared.key_file))
         except OSError:
             page.close()
             raise

@@ -67,6 +67,16 @@ def kept_files(slots: int) -> tuple[int, ...]:
     return files
 
 
+def key_file(key: bytes) -> int:
+    """A file in memory with a key, which nobody can change: processes inherit it, and no other user reads it."""
+    file = os.memfd_create(protocol.KEY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(file, key)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
+    return file
+
+
 class Plan(NamedTuple):
     """This host's part of a generation."""
 

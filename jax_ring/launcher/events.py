@@ -30,6 +30,16 @@ class Failure(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} {self.what}"
 
+    def validate(self) -> None:
+        """No failure ends a launcher with success."""
+        _check_status(self.status, 1)
+
+
+def _check_status(status: int, least: int) -> None:
+    """Of a launcher, which the system would cut to a byte."""
+    if not least <= status < 256:
+        raise ValueError(f"{status} is no exit status from {least} to 255")
+
 
 def failure_of_status(name: str, rank: int, status: int) -> Failure:
     """A status other than 0, without a report."""
@@ -117,6 +127,9 @@ class LeaderLost(NamedTuple):
 class JobEnded(NamedTuple):
     status: int
     reason: str
+
+    def validate(self) -> None:
+        _check_status(self.status, 0)
 
 
 Event = Begin | ChangePending | Blamed | End | Signalled | LeaderLost | JobEnded

@@ -52,12 +52,15 @@ class Job:
         shared = self._shared
         shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
         shared.kept = environment.kept_files(self._options.processes)
+        shared.key_file = environment.key_file(shared.key)
         self._sockets = SocketFolder()
         signum = None
         try:
             shared.server = ControlServer(self._sockets.socket("control"), self._asked)
             signals.receive(self._signalled, self._pass_on, self._reap)
             await shared.server.start()
+            if self._options.coordinators and not self._options.secret:
+                shared.output.log("--insecure: whoever reaches the port of a launcher takes part in this job")
             status = await self._generations()
         except SignalledError as error:
             signum = error.signum
@@ -66,7 +69,7 @@ class Job:
             self._search.close()
             shared.server.close()
             self._sockets.close()
-            for file in shared.kept:
+            for file in (*shared.kept, shared.key_file):
                 os.close(file)
         status = await self._drained(status, is_stopped=signum is not None)
         # Nothing follows the last line. A signal is noted in a pipe that asyncio closes first, of which Python would

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, TextIO
 
+from jax_ring.launcher.schema import escaped
+
 _COLORS = (36, 33, 32, 35, 34, 31)
 # Above this queue length a writer takes no more from the processes; they then block in their own writes.
 _QUEUE_BYTES = 1 << 20
@@ -179,9 +181,10 @@ class Output:
         is_same = os.path.sameopenfile(*self._files)
         self._writers.append(self._writers[0] if is_same else Writer("standard error", self._failed))
 
-    def log(self, text: str) -> None:
-        """Writes a message without blocking."""
-        self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode(errors="backslashreplace"))
+    def log(self, *lines: str) -> None:
+        """Writes a message without blocking; what is in it may be of others."""
+        text = "\n".join(map(escaped, lines))
+        self._writers[1].put(self._files[1], f"jax_ring.launch: {text}\n".encode())
 
     def copy(self, stream: IO[bytes] | None, to_stderr: bool, label: str, color: int, log: int | None = None) -> None:
         """Begins to copy lines from a pipe, labeled; `log` is a file without labels, which it closes."""

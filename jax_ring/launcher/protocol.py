@@ -5,7 +5,7 @@ JSON. `worker.py` loads this file by path before JAX may be imported, so it uses
 """
 
 import contextlib
-import hashlib
+import hmac
 import json
 import os
 import pathlib
@@ -20,6 +20,9 @@ GENERATION_VARIABLE = "JAX_RING_GENERATION"
 RESTART_VARIABLE = "JAX_RING_RESTART"
 HOSTS_VARIABLE = "JAX_RING_HOSTS"  # the index of each host's first process
 MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
+SECRET_VARIABLE = "JAX_RING_SECRET"  # of a job, for its launchers, or for its processes without one
+KEY_NAME = "jax_ring_key"  # names the file with the key of a job
+KEY_VARIABLE = "JAX_RING_KEY"  # its descriptor
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
 # Begins a file with a commit: whether it is whole, its generation, and its number.
@@ -28,6 +31,42 @@ WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes execu
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
 _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
+_FEWEST_BYTES = 16  # of a secret
+_KEY_BYTES = 32
+
+
+def checked_secret(text: bytes, source: str) -> bytes:
+    """A secret without blanks at its ends. Raises ValueError if it is too short. source: where it is from."""
+    if len(secret := text.strip()) < _FEWEST_BYTES:
+        raise ValueError(
+            f"the secret of {source} has {len(secret)} characters, and at least {_FEWEST_BYTES} are needed. Make one "
+            "with: python -c 'import secrets; print(secrets.token_hex())'"
+        )
+    return secret
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    """Another key, from which nobody learns this one."""
+    return hmac.digest(key, purpose.encode(), "sha256")
+
+
+def key_of_job(secret: bytes) -> bytes:
+    """What the processes of a job share; empty without a secret."""
+    return derived(secret, "processes") if secret else b""
+
+
+def own_key() -> bytes:
+    """The key of this process's job: from its launcher, or from the secret in its environment.
+
+    Raises ValueError if that secret is too short.
+    """
+    file = os.environ.get(KEY_VARIABLE, "")
+    with contextlib.suppress(OSError, ValueError):
+        # A program started by a process of the launcher inherits the variable, but another file has this number.
+        if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{KEY_NAME} "):
+            return os.pread(int(file), _KEY_BYTES, 0)
+    secret = os.environb.get(os.fsencode(SECRET_VARIABLE))
+    return key_of_job(checked_secret(secret, SECRET_VARIABLE)) if secret is not None else b""
 
 
 def memory_prefix() -> str:
@@ -35,9 +74,17 @@ def memory_prefix() -> str:
     return os.environ.get(MEMORY_VARIABLE, "")
 
 
-def memory_prefix_for(name: str) -> str:
-    """That prefix, for a name of the job that the launchers of all its hosts know: one process names the memory."""
-    return hashlib.sha256(name.encode()).hexdigest()[:16]
+def memory_prefix_for(key: bytes, name: str) -> str:
+    """That prefix, for a name of the job that the launchers of all its hosts know: all its processes name the memory.
+
+    key: of the job, without which nobody knows the prefix.
+    """
+    return derived(key, f"prefix {name}").hex()[:16]
+
+
+def memory_name(key: bytes, token: str) -> str:
+    """The name of this job's shared memory after `jax_ring-`. token: published by the first of its processes."""
+    return memory_prefix() + derived(key, f"memory {token}").hex()[:32]
 
 
 def remove_memory(prefix: str) -> list[OSError]:

@@ -1,4 +1,4 @@
-"""Data of other processes, checked against a type before anything of it is used."""
+"""Data of other processes, checked against a type before anything of it is used, and escaped where it is printed."""
 
 import contextlib
 import enum
@@ -21,6 +21,8 @@ def checked(value: Any, kind: Any) -> Any:
 
         checked([1, ["a"]], tuple[int, tuple[str, ...]])  # (1, ("a",))
 
+    A NamedTuple may have a method `validate`, which raises ValueError for what types do not say.
+
     Raises ValueError if it is none.
     """
     parts = typing.get_args(kind)
@@ -29,7 +31,10 @@ def checked(value: Any, kind: Any) -> Any:
     if isinstance(kind, types.UnionType):
         return None if value is None else checked(value, parts[0])
     if hasattr(kind, "_fields"):
-        return kind(*checked(value, types.GenericAlias(tuple, (*typing.get_type_hints(kind).values(),))))
+        result = kind(*checked(value, types.GenericAlias(tuple, (*typing.get_type_hints(kind).values(),))))
+        if hasattr(kind, "validate"):
+            result.validate()
+        return result
     if typing.get_origin(kind) is tuple:
         parts = parts[:1] * len(value) if parts[1:] == (...,) and type(value) is list else parts
         if type(value) is list and len(value) == len(parts):
@@ -40,3 +45,8 @@ def checked(value: Any, kind: Any) -> Any:
     elif type(value) is kind and value == value:  # no NaN
         return value
     raise ValueError(f"{value!r:.100} is no {getattr(kind, '__name__', kind)}")
+
+
+def escaped(text: str) -> str:
+    """A text of others for a line of a terminal or a file, of which it changes nothing and begins no new one."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

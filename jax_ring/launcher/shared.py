@@ -18,6 +18,10 @@ class Needs(NamedTuple):
     min_processes: int = 1  # the job ends with fewer
     multiple_of: int | None = None  # shards, a multiple of the number of processes; None for any number
 
+    def validate(self) -> None:
+        if self.min_processes < 1 or (self.multiple_of is not None and self.multiple_of < 1):
+            raise ValueError(f"min_processes={self.min_processes} and num_shards for {self.multiple_of} processes")
+
     def most(self, candidates: int) -> int:
         """How many of so many processes can take part; 0 if they are too few."""
         if self.multiple_of is None:
@@ -47,9 +51,11 @@ class Shared:
     output: Output
     server: ControlServer
     kept: tuple[int, ...]  # the files in which elastic jobs keep commits: two for each slot
+    key_file: int  # in which processes find `key`
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.key = protocol.key_of_job(options.secret)
         self.queue: asyncio.Queue[events.Event] = asyncio.Queue()
         self.restarts = 0  # used up so far
         self.needs: Needs | None = None  # once a process has told them: the job is elastic
@@ -58,7 +64,7 @@ class Shared:
 
     def take_restart(self) -> bool:
         """Uses up a restart; returns whether there was one."""
-        if self.restarts == self.options.max_restarts:
+        if self.restarts >= self.options.max_restarts:  # on another host it may be a larger number
             return False
         self.restarts += 1
         return True

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jax_ring import _compat, runtime
+from jax_ring.launcher.schema import escaped
 from jax_ring.launcher.watching import page, report
 from jax_ring.launcher.watching.watcher import Watcher
 from jax_ring.options import check_choice
@@ -164,7 +165,7 @@ class Progress:
         watcher = Watcher(
             num_hosts=1,
             ask=lambda: watcher.places.update({process(): self._where()}),
-            log=lambda text: print(f"jax_ring: {text}", file=sys.stderr, flush=True),
+            log=lambda *lines: print("jax_ring:", "\n".join(map(escaped, lines)), file=sys.stderr, flush=True),
             fail=lambda *_: os._exit(1),  # the thread that hangs cannot raise
         )
         while not self._end.wait(_LOOK_SECONDS):

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ class Training:
     def __init__(self, trial: Trial, network: hosts.Hosts, processes: int) -> None:
         self.trial, self.network, self.processes = trial, network, processes
         self.every = network.count * processes
+        self.secret = secrets.token_hex()  # of the launchers
         self.launchers: dict[int, subprocess.Popen] = {}
         self.orders = trial.folder / "orders"
         self.orders.mkdir()
@@ -98,7 +100,8 @@ class Training:
         self._outputs.append((output, begins))
         with open(output, "w") as file:
             self.launchers[host] = subprocess.Popen(
-                self.network.command(host, command), env={**os.environ, **self.trial.environment},
+                self.network.command(host, command),
+                env={**os.environ, **self.trial.environment, "JAX_RING_SECRET": self.secret},
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

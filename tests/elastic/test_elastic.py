@@ -182,6 +182,7 @@ def hosts(environment, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("secret")
 def test_a_process_of_another_host_is_killed(hosts, undisturbed, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
@@ -195,6 +196,7 @@ def test_a_process_of_another_host_is_killed(hosts, undisturbed, request):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("secret")
 def test_a_host_is_lost_and_another_comes(hosts, environment, request):
     """Its parts of what is divided are on the other; the one that comes gets all of the state."""
     if not request.config.getoption("--soak"):

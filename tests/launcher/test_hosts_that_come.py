@@ -15,7 +15,7 @@ from launches import COMMAND, FAILS_BESIDE_A_SLOW_ONE, assert_gone, reserved_por
 from jax_ring.launcher import protocol
 from jax_ring.launcher.watching import page
 
-pytestmark = pytest.mark.one_pair  # the launcher is Python's
+pytestmark = [pytest.mark.one_pair, pytest.mark.usefixtures("secret")]  # the launcher is Python's
 
 TIME_LIMIT = 60
 # Prints where it is, and leaves at the next "commit" when members are to change.

@@ -56,7 +56,12 @@ from jax_ring.launcher import protocol
 ours = jax.jit(jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()))(x)
 assert float(ours[0]) == float(total[0])
 assert protocol.memory_prefix()
-assert _compat.distributed_client().key_value_try_get("jax_ring/token").startswith(protocol.memory_prefix())
+token = _compat.distributed_client().key_value_try_get("jax_ring/token")
+name = protocol.memory_name(protocol.own_key(), token)
+assert len(protocol.own_key()) == 32
+assert name.startswith(protocol.memory_prefix())
+assert token not in name
+with open("/proc/self/maps") as maps: assert f"/dev/shm/jax_ring-{name}" in maps.read()
 print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
 """
     )

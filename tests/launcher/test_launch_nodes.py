@@ -15,7 +15,7 @@ from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.signals import SignalledError, unless_signalled
 
-pytestmark = pytest.mark.one_pair  # the launcher is Python's
+pytestmark = [pytest.mark.one_pair, pytest.mark.usefixtures("secret")]  # the launcher is Python's
 
 # Rank 2 fails when the others have printed.
 FAILS_ONCE = """
@@ -233,7 +233,7 @@ def test_a_stranger_at_a_port(script):
         first, second = ends(launchers)
     assert first[:2] == (0, ["[0] here"]), first
     assert second == (0, ["[1] here"], "")
-    assert f"the connection with 127.0.0.1:{own} is closed: b'GET / HTTP/1.1" in first[2]
+    assert f"the connection with 127.0.0.1:{own} is closed: b'GET / HT' is no greeting of a launcher" in first[2]
     assert "Traceback" not in first[2]
 
 

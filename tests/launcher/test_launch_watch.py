@@ -173,6 +173,7 @@ def test_ranks_that_wait_and_ranks_that_do_not_come(script):
 @pytest.mark.full
 @pytest.mark.one_pair
 @pytest.mark.parametrize("nnodes", ["2", "2:2"])
+@pytest.mark.usefixtures("secret")
 def test_processes_of_several_hosts(nnodes, script):
     """The launcher that leads compares all, and the other one ends those of its host that hang."""
     options = ["--nnodes", nnodes, "--max-restarts", "1", "--backoff", "0", "--failure-grace", "0.1"]

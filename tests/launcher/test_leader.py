@@ -475,7 +475,7 @@ def test_what_a_launcher_says_at_once_is_not_lost(monkeypatch):
     job, search, _ = alone()
 
     async def follow(address):
-        search.follower = Follower("a", search._register, job._shared.queue, lambda message: None)
+        search.follower = Follower(search.own, search._register, job._shared.queue, lambda message: None)
         job._shared.queue.put_nowait(events.JobEnded(7, "for a test"))
         return search.follower
 

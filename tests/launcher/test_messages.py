@@ -8,9 +8,8 @@ import types
 import pytest
 
 from jax_ring.launcher.events import Blamed, ChangePending, End, Failure, JobEnded
-from jax_ring.launcher.hosts import messages
+from jax_ring.launcher.hosts import links, messages
 from jax_ring.launcher.hosts.groups import Group, Host
-from jax_ring.launcher.hosts.links import Link
 from jax_ring.launcher.hosts.messages import Answer, Hello, Message
 from jax_ring.launcher.shared import Needs
 from jax_ring.launcher.watching.page import Notes
@@ -50,33 +49,46 @@ VALUES = {
 }  # fmt: skip
 
 
-def received(*lines):
-    """What a link makes of lines, and what it says of the other side."""
+KEYS = b"what this side sends", b"what this side receives"
+
+
+def framed(*texts, key=KEYS[1]):
+    """Texts as the other side sends them."""
+    codes = links._Codes(key)
+    return [len(text).to_bytes(4, "big") + codes.next(text) + text for text in texts]
+
+
+def received(*data):
+    """What a link makes of data, and what it says of the other side."""
 
     async def scenario():
-        said, writer = (
-            [],
-            types.SimpleNamespace(write=lambda data: None, get_extra_info=lambda name: ("::1", 4711, 0, 0)),
-        )
-        link = Link(reader := asyncio.StreamReader(limit=1 << 16), writer, 20.0, said.append)
-        for line in lines:
-            reader.feed_data(line)
+        said, address = [], {"peername": ("::1", 4711, 0, 0)}
+        writer = types.SimpleNamespace(write=lambda data: None, get_extra_info=address.get)
+        link = links.Link(reader := asyncio.StreamReader(limit=links.BUFFER_BYTES), writer, 20.0, said.append, KEYS)
+        for each in data:
+            reader.feed_data(each)
         reader.feed_eof()
-        return [await link.receive() for _ in lines], said
+        found = []
+        while (message := await link.receive()) is not None:
+            found.append(message)
+        return found, said
 
     return asyncio.run(scenario())
+
+
+ACCEPTED, ENDED = b'["accepted", 3, 1]', b'["ended", true, 1]'
 
 
 def test_every_message_arrives_as_it_was():
     assert set(VALUES) == set(messages._VALUES)
     sent = [Message(kind, value, 3) for kind, values in VALUES.items() for value in values]
-    found, said = received(*(json.dumps(message).encode() + b"\n" for message in sent if message.kind != "alive"))
+    found, said = received(*framed(*(json.dumps(message).encode() for message in sent if message.kind != "alive")))
     assert (found, said) == ([message for message in sent if message.kind != "alive"], [])
     assert [type(message.value) for message in found] == [type(message.value) for message in sent][2:]
 
 
 @pytest.mark.parametrize(
-    "line",
+    "text",
     [
         b"5", b"[]", b"{}", b"null", b"GET / HTTP/1.1\r", b"\xff", b"SSH-2.0-OpenSSH_9.6", b"[" * 50000, b"x" * 70000,
         b'["over", [0, ""]]', b'["over", [0, ""], null]', b'["over", [0], -1]', b'["over", [0, "", 0], -1]',
@@ -86,16 +98,46 @@ def test_every_message_arrives_as_it_was():
         b'["end", ["", 15, 1' + 400 * b"0" + b'], 1]', b'["accepted", [], 1]', b'["accepted", 1.0, 1]',
         b'["gone", "a", 1]', b'["gone", [1], 1]', b'["propose", [1, [["a", "a:1", [0, "1"]]], ""], 1]',
         b'["propose", [1, [["a", "a:1"]], ""], 1]', b'["alive", [1.0], -1]', b'["alive", null, -1]',
+        b'["over", [256, ""], 0]', b'["over", [-1, ""], 0]', b'["failed", [["rank 1", 1, "failed", 0, null], true], 1]',
+        b'["failed", [["rank 1", 1, "failed", 256, null], true], 1]', b'["enlisted", [0, null], 1]',
+        b'["enlisted", [1, 0], 1]', b'["started", [-1, [], ""], 0]', b'["started", [1, [], "../job"], 0]',
+        b'["started", [' + 20 * b"9" + b', [], ""], 0]', b'["started", [1, [["a", "", [1, 1]]], ""], 0]',
+        b'["started", [1, [["a", "", [-1]]], ""], 0]', b'["started", [1, [["a", "", [65536]]], ""], 0]',
+        b'["started", [1, [["a", "", []], ["a", "", []]], ""], 0]',
     ],
 )  # fmt: skip
-def test_what_is_no_message_ends_the_connection(line):
+def test_what_is_no_message_ends_the_connection(text):
     """And a line names the other side."""
-    (message,), said = received(line + b"\n")
-    assert message is None
+    found, said = received(*framed(text))
+    assert found == []
     assert len(said) == 1
     assert said[0].startswith("the connection with [::1]:4711 is closed: ")
     assert len(said[0]) < 500
 
 
-def test_a_launcher_that_ends_within_a_line_is_no_stranger():
-    assert received(b'["accepted", 3, 1]\n', b'["gone", []') == ([Message("accepted", 3, 1), None], [])
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [
+        ([*framed(ACCEPTED, key=b"that of another connection")], 0),
+        ([*framed(ACCEPTED, key=KEYS[0])], 0),  # what this side has sent itself
+        ([*framed(ACCEPTED), *framed(ACCEPTED)], 1),  # again
+        ([framed(ACCEPTED, ENDED)[1]], 0),  # the first one is lacking
+        ([framed(ACCEPTED)[0].replace(b"3", b"4")], 0),
+    ],
+)
+def test_nobody_else_writes_into_a_connection(data, count):
+    found, said = received(*data)
+    assert found == [Message("accepted", 3, 1)][:count]
+    assert said == [
+        "the connection with [::1]:4711 is closed: a message is not from the launcher that has proved who it is"
+    ]
+
+
+def test_a_message_that_is_too_long_is_not_read():
+    _, said = received(b"\xff\xff\xff\xff")
+    assert said[0].endswith("is closed: a message of 4294967295 bytes; 1048576 are allowed")
+
+
+def test_a_launcher_that_ends_within_a_message_is_no_stranger():
+    first, second = framed(ACCEPTED, ENDED)
+    assert received(first, second[:-3]) == ([Message("accepted", 3, 1)], [])

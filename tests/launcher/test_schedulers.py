@@ -32,6 +32,7 @@ for id in 0 1 2; do
 done
 wait
 """,
+    "kubectl": '[ "$1 $2 $3 $4" = "create secret generic train" ] && printf %s "${5#--from-literal=secret=}" > secret',
     "python": f'exec {shlex.quote(sys.executable)} -P "$@"',
 }  # fmt: skip
 
@@ -85,6 +86,9 @@ def test_slurm(folder, port):
 
 def test_kubernetes(folder, port):
     manifest = section("Kubernetes")
+    makes_secret = re.search(r"```bash fragment\n(.*?)```", manifest, re.DOTALL)[1]
+    subprocess.run(["sh", "-ec", makes_secret], cwd=folder, env=environment(folder, {}), check=True)
+    (variable,) = re.findall(r"- name: (\w+)\n +valueFrom: \{secretKeyRef: \{name: train, key: secret\}\}", manifest)
     (command,) = re.findall(r"- >-\n\s+(exec .*?)```", manifest, re.DOTALL)
     command = " ".join(command.split()).replace("-n 4", "-n 1")
     for i, address in enumerate(ADDRESSES):
@@ -97,6 +101,7 @@ def test_kubernetes(folder, port):
                 {
                     "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443",
                     "JOB_COMPLETION_INDEX": str(i), "HOSTNAME": f"train-{i}",
+                    variable: (folder / "secret").read_text(),
                 },
             ),
         )

@@ -9,6 +9,7 @@ import pytest
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.distributed.discovery import Gpus, Identity
+from jax_ring.launcher import protocol
 from jax_ring.launcher.schema import read
 
 
@@ -57,22 +58,23 @@ def runtime_of(monkeypatch):
 def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
-    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1"]).encode()})
+    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1", ""]).encode()})
     joined = runtime_of(client)
     discovery.publish()
     assert discovery.host_of(0) == json.loads(client.values["jax_ring/host/0"])[0] != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
-    assert joined == [(0, client.values["jax_ring/token"])]
-    assert len(bytes.fromhex(joined[0][1])) == 16
+    ((process, name),) = joined
+    assert (process, name) == (0, protocol.memory_name(b"", client.values["jax_ring/token"]))
+    assert len(bytes.fromhex(name)) == 16
 
 
 def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, monkeypatch):
     monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
     own = discovery._own_memory()
     assert own
-    others = [["node7", own, "a"], ["node7", "elsewhere/1:2/0", "b"]]
+    others = [["node7", own, "a", ""], ["node7", "elsewhere/1:2/0", "b", ""]]
     runtime_of(Client({f"jax_ring/host/{1 + i}": json.dumps(host).encode() for i, host in enumerate(others)}))
     discovery.publish()
     assert discovery.host_of(1) == "node7"
@@ -115,7 +117,29 @@ def test_the_first_process_sets_the_token(runtime_of):
     assert runtime_of(client) == []
     discovery.publish()
     discovery.publish()
-    assert runtime_of(client) == [(0, "made by process 1")]
+    assert runtime_of(client) == [(0, protocol.memory_name(b"", "made by process 1"))]
+
+
+@pytest.mark.parametrize("their_key", ["", "0123456789abcdef"])
+def test_a_process_with_another_secret_is_named(runtime_of, monkeypatch, their_key):
+    """Before any memory is shared, in both."""
+    monkeypatch.setenv("JAX_RING_SECRET", "a secret of the job ")
+    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1", their_key]).encode()})
+    joined = runtime_of(client)
+    discovery.publish()
+    name, key = joined[0][1], protocol.key_of_job(b"a secret of the job")
+    assert name == protocol.memory_name(key, client.values["jax_ring/token"]) != protocol.memory_name(b"", name)
+    assert key.hex()[:16] not in client.values["jax_ring/host/0"].decode()
+    what = "they have different ones" if their_key else "process 1 has no secret"
+    with pytest.raises(RuntimeError, match=f"^processes 0 and 1 are of one job, and {what}. .*JAX_RING_SECRET"):
+        discovery.host_of(1)
+
+
+def test_a_secret_that_is_too_short(runtime_of, monkeypatch):
+    monkeypatch.setenv("JAX_RING_SECRET", "0123456789abcde\n")
+    runtime_of(Client())
+    with pytest.raises(ValueError, match="the secret of JAX_RING_SECRET has 15 characters, and at least 16 are needed"):
+        discovery.publish()
 
 
 def test_a_process_that_does_not_publish_its_host(runtime_of):
@@ -128,7 +152,8 @@ TOO_DEEP = b"[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "published", [b"\x80\x04", TOO_DEEP, b"3", b'["a", "b"]', b'["a", "", 3]', b'{"a": 1}', b'"abc"']
+    "published",
+    [b"\x80\x04", TOO_DEEP, b"3", b'["a", "b"]', b'["a", "", 3, ""]', b'["a", "", "b"]', b'{"a": 1}', b'"abc"'],
 )
 def test_what_is_no_host_is_refused(runtime_of, published):
     runtime_of(Client({"jax_ring/host/1": published}))

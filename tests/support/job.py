@@ -18,7 +18,9 @@ def client():
 
 def job_token() -> str:
     """The text that the names of this job's shared memory begin with; other jobs may run beside it."""
-    return client().key_value_try_get("jax_ring/token")
+    from jax_ring.launcher import protocol
+
+    return protocol.memory_name(protocol.own_key(), client().key_value_try_get("jax_ring/token"))
 
 
 def segments(token: str) -> list[str]:

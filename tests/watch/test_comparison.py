@@ -28,7 +28,10 @@ class Looks(Watcher):
 
     def __init__(self, num_hosts=1, answers=True, **options):
         self.now, self.said, self.failed, self.asked, self.answers = 0.0, [], [], 0, answers
-        super().__init__(num_hosts, self.ask, self.said.append, lambda *failed: self.failed.append(failed), **options)
+        super().__init__(num_hosts, self.ask, self.say, lambda *failed: self.failed.append(failed), **options)
+
+    def say(self, *lines):
+        self.said.append("\n".join(lines))
 
     def ask(self):
         self.asked += 1
@@ -191,7 +194,7 @@ def test_the_report():
         4: Place(report.STOPPED),
     }
     found = Report(5, (0, 1, 2, 4), notes, places)
-    assert found.text(8.0, "jax_ring.watch").splitlines() == [
+    assert found.lines(8.0, "jax_ring.watch") == [
         "ranks 0, 1, 2, 4 have not completed step 5 (train) within 8 s (jax_ring.watch)",
         "  rank 1 (pid 2): in Python; began 4 steps, completed 4, the last 1.0 s ago",
         "      last call of jax_ring: a call",

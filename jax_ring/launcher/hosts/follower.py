@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import events
-from jax_ring.launcher.hosts.groups import Register
-from jax_ring.launcher.hosts.messages import Message
+from jax_ring.launcher.hosts.groups import Host, Register
+from jax_ring.launcher.hosts.messages import Message, MessageError
 
 Send = Callable[[Message], None]
 
@@ -14,21 +14,21 @@ Send = Callable[[Message], None]
 class Follower:
     """The side of a launcher that is led.
 
-    own_id: of this host. to_leader: sends a message to the launcher that leads.
+    own: this host. to_leader: sends a message to the launcher that leads.
 
     Attributes:
       leads: whether this launcher leads, too.
       asks_where: set if the launcher that leads asks where this host's processes are.
     """
 
-    def __init__(self, own_id: str, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
-        self._own_id, self._register, self._queue, self._to_leader = own_id, register, queue, to_leader
+    def __init__(self, own: Host, register: Register, queue: asyncio.Queue[events.Event], to_leader: Send) -> None:
+        self._own, self._register, self._queue, self._to_leader = own, register, queue, to_leader
         self._attempt = 0
         self.leads = False
         self.asks_where = asyncio.Event()
 
     def take(self, message: Message) -> None:
-        """Takes a message of the launcher that leads."""
+        """Takes a message of the launcher that leads. Raises MessageError if it is not about this host."""
         kind, value, attempt = message
         if attempt not in (0, self._attempt):
             return  # of a generation that has ended
@@ -40,9 +40,12 @@ class Follower:
                 self._register.learn(value, [])
             case "start":
                 group, coordinator, restarts = value
+                plan = group.plan_of(self._own.id, coordinator)
+                if not (set(plan.slots) <= set(self._own.slots) and coordinator.isprintable()):
+                    raise MessageError(f"it starts {plan.slots!r:.100} at {coordinator!r:.100}, which is not here")
                 self._register.learn(group, [])
                 self._attempt = group.number
-                self._queue.put_nowait(events.Begin(group.plan_of(self._own_id, coordinator), restarts))
+                self._queue.put_nowait(events.Begin(plan, restarts))
             case "end" | "pending" | "blamed" | "over":
                 self._queue.put_nowait(value)
             case "where":

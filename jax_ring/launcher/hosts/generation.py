@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax_ring.launcher.events import NO_RANK, Blamed, ChangePending, End, Failure, Failures
 from jax_ring.launcher.hosts.groups import Group
+from jax_ring.launcher.hosts.messages import MessageError
 from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.watching.watcher import Watcher
 
@@ -38,6 +39,20 @@ class Outcome(NamedTuple):
     has_changed: bool = False  # whether it ended because hosts come, or one is lost that may be
 
 
+def _ranks_of(kind: str, value: Any) -> list[int]:
+    """The ranks that a message of a host is about."""
+    match kind, value:
+        case "failed", (failure, _):
+            return [failure.rank]
+        case "exited" | "left" | "place", (rank, _):
+            return [rank]
+        case "initializes", rank:
+            return [rank]
+        case "progress", told:
+            return [rank for rank, _ in told]
+    return []
+
+
 class Generation:
     """own: the index of the host that leads, if it has processes. send: sends a kind of message, with a value, to all.
 
@@ -61,7 +76,7 @@ class Generation:
         self._watcher = Watcher(
             num_hosts=len(group.hosts),
             ask=lambda: self._send("where", True),
-            log=lambda text: shared.output.log(text),
+            log=lambda *lines: shared.output.log(*lines),
             fail=lambda rank, name, what: self._failed(Failure(name, rank, what), is_final=True),
             watch=self._options.watch,
             on_stuck=self._options.on_stuck,
@@ -77,7 +92,10 @@ class Generation:
         return len(self._exited) == self.group.num_processes or len(self.ended) == len(self.group.hosts)
 
     def take(self, index: int, kind: str, value: Any) -> None:
-        """Takes what a host says of its processes."""
+        """Takes what a host says of its processes. Raises MessageError if it speaks of those of others."""
+        ranks = _ranks_of(kind, value)
+        if not set(ranks) <= set(self.group.ranks_of(index)):
+            raise MessageError(f"it speaks of the ranks {', '.join(map(str, ranks))}, which are not all its own")
         of_host = f" of host {index}" if index != self._own else ""
         match kind:
             case "failed":

@@ -18,6 +18,8 @@ from jax_ring.launcher.shared import Needs
 # A launcher goes on without the other of two only if that one cannot have given it up before it ended. This is the part
 # of the time after which it would have, so that clocks may differ a little.
 _MARGIN = 0.8
+_MOST_SLOTS = 1 << 16  # of a host
+_MOST_NUMBERS = 1 << 40
 
 
 class Host(NamedTuple):
@@ -27,6 +29,10 @@ class Host(NamedTuple):
     address: str  # host:port where it listens; empty if it does not
     slots: tuple[int, ...]  # the places of the processes that it starts
 
+    def validate(self) -> None:
+        if list(self.slots) != sorted({slot for slot in self.slots if 0 <= slot < _MOST_SLOTS}):
+            raise ValueError(f"{self.slots!r:.100} are no places of processes")
+
 
 class Group(NamedTuple):
     """The hosts of a generation, those that were there before first. Number 0 is for the beginning."""
@@ -34,6 +40,12 @@ class Group(NamedTuple):
     number: int
     hosts: tuple[Host, ...]
     job: str = ""  # random, of all groups of a job
+
+    def validate(self) -> None:
+        if not 0 <= self.number < _MOST_NUMBERS or len(set(self.ids)) < len(self.hosts):
+            raise ValueError(f"a group with the number {self.number}, or a host twice")
+        if self.job and not self.job.isalnum():  # it names what is of the job
+            raise ValueError(f"{self.job!r:.100} names no job")
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -47,6 +59,10 @@ class Group(NamedTuple):
     def firsts(self) -> tuple[int, ...]:
         """The index of each host's first process."""
         return tuple(itertools.accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
+
+    def ranks_of(self, index: int) -> range:
+        """The ranks of a host, by its index."""
+        return range(self.firsts[index], self.firsts[index] + len(self.hosts[index].slots))
 
     def index_of(self, host: str) -> int | None:
         """The index of the host with an id, if it is of the group."""

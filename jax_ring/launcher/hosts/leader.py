@@ -12,7 +12,7 @@ from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Generation, Phase
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, chosen
 from jax_ring.launcher.hosts.links import Link
-from jax_ring.launcher.hosts.messages import Hello, Message
+from jax_ring.launcher.hosts.messages import Hello, Message, MessageError
 from jax_ring.launcher.shared import Needs, Shared
 
 # For messages, and for descendants of processes to end.
@@ -51,7 +51,7 @@ class Leader:
         self._register, self._evidence = register, evidence
         self.generation: Generation | None = None
         self._changed = asyncio.Event()
-        self.follower = Follower(own.id, register, shared.queue, lambda message: self._hear(self._own, message))
+        self.follower = Follower(own, register, shared.queue, lambda message: self._hear(self._own, message))
         self.follower.leads = True
         self._own = Guest(None, self.follower.take, own, self._options.node_rank)
         self.guests = {own.id: self._own}
@@ -68,16 +68,18 @@ class Leader:
         if host.id in self.guests:  # it has noticed first that the connection has ended
             self._lose(self.guests[host.id])
         guest = self.guests[host.id] = Guest(link, link.send, host, hello.node_rank, hello.gone)
-        self._evidence.found(host.id)
-        self._register.learn(hello.started, hello.accepted)
-        self._shared.restarts = max(self._shared.restarts, hello.restarts)
-        self._shared.needs = self._shared.needs or hello.needs
-        link.send(Message("welcome", True))
-        self._compare()
-        self._changed.set()
         try:
+            self._evidence.found(host.id)
+            self._register.learn(hello.started, hello.accepted)
+            self._shared.restarts = max(self._shared.restarts, hello.restarts)
+            self._shared.needs = self._shared.needs or hello.needs
+            link.send(Message("welcome", True))
+            self._compare()
+            self._changed.set()
             while (message := await link.receive()) is not None:
                 self._hear(guest, message)
+        except MessageError as error:
+            link.blame(error)
         finally:
             self._lose(guest)
 

@@ -1,36 +1,69 @@
-"""A connection of two launchers, by TCP: a message per line, and signs of life.
+"""A connection of two launchers of a job, by TCP: messages that nobody else can write, and signs of life.
 
-Whoever reaches the port can take part, as with JAX's coordination service: the network has to be trusted.
+A message is its length, a code and JSON. Whoever reads the network can read it.
 """
 
 import asyncio
 import contextlib
+import hmac
 import json
 import math
 import time
 from collections.abc import Callable
 
 from jax_ring.launcher.environment import joined
-from jax_ring.launcher.hosts.messages import Message, decode
+from jax_ring.launcher.hosts.messages import Message, MessageError, decode
+from jax_ring.launcher.hosts.secret import prove
 
-LINE_BYTES = 1 << 20  # the longest message: the stacks of a process
+BUFFER_BYTES = 1 << 12  # what is read ahead, so that many connections of strangers take little memory
+_MOST_BYTES = 1 << 20  # of a message: the stacks of a process
+_LENGTH_BYTES, _CODE_BYTES = 4, 32
 Log = Callable[[str], None]
+
+
+class _Codes:
+    """The codes of the messages in one direction, which nobody without the key can change, drop, repeat or add to."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def next(self, data: bytes) -> bytes:
+        self._count += 1
+        return hmac.digest(self._key, self._count.to_bytes(8, "big") + data, "sha256")
+
+
+def peer(writer: asyncio.StreamWriter) -> str:
+    """The address at the other end of a connection."""
+    host, port, *_ = writer.get_extra_info("peername") or ("an unknown host", 0)
+    return joined(host, port)
 
 
 class Link:
     """A connection of two launchers.
 
     silence: after so many seconds without a sign of life, a side gives the other up. It sends one ten times as often.
-    log: told of the other side if that is no launcher.
+    log: told of the other side if that is no launcher. keys: for what is sent and what is received.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, log: Log) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, log: Log,
+        keys: tuple[bytes, bytes],
+    ) -> None:  # fmt: skip
         self._reader, self._writer, self._silence, self._log = reader, writer, silence, log
+        self._sent, self._received = map(_Codes, keys)
         self.heard = time.monotonic()  # when the other side was heard last
         self.acknowledged = -math.inf  # when this side sent the last sign of life that the other is known to have got
         self.is_silent = False
         self._others_time: float | None = None  # in its last sign of life
         self._beat = asyncio.create_task(self._beats())
+
+    @classmethod
+    async def opened(
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float, log: Log,
+        secret: bytes, *, listens: bool,
+    ) -> "Link":  # fmt: skip
+        """A link over a connection, once both sides have proved that they have the secret; raises as `prove` does."""
+        return cls(reader, writer, silence, log, await prove(reader, writer, secret, listens=listens))
 
     @property
     def own_address(self) -> str:
@@ -38,24 +71,23 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Sends a message without blocking, or drops it if the other side has gone."""
+        data = json.dumps(message).encode()
         with contextlib.suppress(ConnectionError, RuntimeError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + self._sent.next(data) + data)
 
     async def receive(self) -> Message | None:
         """The next message; None if the other side has gone, is silent or is no launcher."""
         while True:
             try:
                 async with asyncio.timeout(self._silence):
-                    line = await self._reader.readline()
-                if not line.endswith(b"\n"):
-                    return None
-                message = decode(line)
+                    message = decode(await self._data())
+            except asyncio.IncompleteReadError:
+                return None
             except OSError as error:
                 self.is_silent = isinstance(error, TimeoutError)
                 return None
-            except ValueError as error:
-                host, port, *_ = self._writer.get_extra_info("peername") or ("an unknown host", 0)
-                self._log(f"the connection with {joined(host, port)} is closed: {error}")
+            except MessageError as error:
+                self.blame(error)
                 return None
             self.heard = time.monotonic()
             if message.kind != "alive":
@@ -66,6 +98,19 @@ class Link:
                 self.acknowledged = echo
             if is_first:
                 self._send_alive()
+
+    async def _data(self) -> bytes:
+        length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+        if length > _MOST_BYTES:
+            raise MessageError(f"a message of {length} bytes; {_MOST_BYTES} are allowed")
+        code, data = await self._reader.readexactly(_CODE_BYTES), await self._reader.readexactly(length)
+        if not hmac.compare_digest(code, self._received.next(data)):
+            raise MessageError("a message is not from the launcher that has proved who it is")
+        return data
+
+    def blame(self, error: MessageError) -> None:
+        """Says why the connection is closed."""
+        self._log(f"the connection with {peer(self._writer)} is closed: {error}")
 
     async def close(self) -> None:
         """Closes the connection behind what was sent."""

@@ -1,4 +1,4 @@
-"""What launchers say to each other, as lines of JSON. Each is checked as a whole before anything of it is used."""
+"""What launchers say to each other, as JSON. Each is checked as a whole before anything of it is used."""
 
 from typing import Any, NamedTuple
 
@@ -67,16 +67,20 @@ _VALUES: dict[str, Any] = {
 }
 
 
+class MessageError(ValueError):
+    """What another launcher has said is no message, or not for it to say."""
+
+
 class Message(NamedTuple):
     kind: str  # a key of `_VALUES`
     value: Any
     attempt: int = 0  # the number of the group whose generation it is about; 0 if it is about none
 
 
-def decode(line: bytes) -> Message:
-    """Raises ValueError if it is not a whole message."""
+def decode(data: bytes) -> Message:
+    """Raises MessageError if it is not a whole message."""
     try:
-        kind, value, attempt = read(line, tuple[str, Any, int])
+        kind, value, attempt = read(data, tuple[str, Any, int])
         return Message(kind, checked(value, _VALUES[kind]), attempt)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{line[:100]!r} is no message of a launcher") from error
+        raise MessageError(f"{data[:100]!r} is no message of a launcher") from error

@@ -14,14 +14,19 @@ from jax_ring.launcher import environment, events
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.groups import Evidence, Group, Host, Register, at_the_beginning
 from jax_ring.launcher.hosts.leader import Leader, described
-from jax_ring.launcher.hosts.links import LINE_BYTES, Link
-from jax_ring.launcher.hosts.messages import Answer, Hello, Message
+from jax_ring.launcher.hosts.links import BUFFER_BYTES, Link, peer
+from jax_ring.launcher.hosts.messages import Answer, Hello, Message, MessageError
+from jax_ring.launcher.hosts.secret import OtherSecretError
 from jax_ring.launcher.shared import Needs, Shared
 
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
 _ASK_SECONDS = 1.0
+# How long a connection may take until it is that of a host, and how many may be there so long.
+_NEWCOMER_SECONDS = 5.0
+_MOST_NEWCOMERS = 64
+_QUIET_SECONDS = 5.0  # between lines about newcomers, of which anybody may send any number
 
 
 class CannotGoOnError(Exception):
@@ -62,6 +67,9 @@ class Search:
         self.follower: Follower | None = None
         self._server: asyncio.Server | None = None
         self._said: set[str] = set()
+        self._newcomers: dict[asyncio.StreamWriter, None] = {}  # connections that are no host's yet, oldest first
+        self._said_of_newcomers, self._unsaid = -math.inf, 0
+        self._other_secrets: list[str] = []  # the launchers that have another secret than this one, when last asked
         self._since = time.monotonic()  # when there were last enough hosts
 
     def close(self) -> None:
@@ -96,7 +104,7 @@ class Search:
         match await link.receive():
             case Message("welcome"):
                 self._link = link
-                self.follower = Follower(self.own.id, self._register, self._shared.queue, link.send)
+                self.follower = Follower(self.own, self._register, self._shared.queue, link.send)
                 self._receiving = asyncio.create_task(self._receive(link, self.follower, leader, answer.id))
                 if self._options.hosts_change:
                     self._shared.output.log(f"follows the launcher at {address}")
@@ -109,11 +117,14 @@ class Search:
 
     async def _receive(self, link: Link, follower: Follower, leader: str, leader_id: str) -> None:
         self._evidence.found(leader_id)
-        while (message := await link.receive()) is not None:
-            if message.kind in ("end", "over"):
-                reason = f"{leader}: {message.value.reason}"
-                message = message._replace(value=message.value._replace(reason=reason))
-            follower.take(message)
+        try:
+            while (message := await link.receive()) is not None:
+                if message.kind in ("end", "over"):
+                    reason = f"{leader}: {message.value.reason}"
+                    message = message._replace(value=message.value._replace(reason=reason))
+                follower.take(message)
+        except MessageError as error:
+            link.blame(error)
         link.abort()
         self._evidence.lost(leader_id, link.heard, link.acknowledged)
         who = f"that leads, at {leader}," if self._options.hosts_change else f"of {leader}"
@@ -145,7 +156,7 @@ class Search:
         for address in self._order:
             host, port = split(address)
             try:
-                server = await asyncio.start_server(self._serve, host, port, limit=LINE_BYTES)
+                server = await asyncio.start_server(self._serve, host, port, limit=BUFFER_BYTES)
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE
                 if not self._options.hosts_change:
@@ -160,18 +171,51 @@ class Search:
         else:
             if self._server is not None:
                 return taken
-            server, address = await asyncio.start_server(self._serve, None, 0, limit=LINE_BYTES), ""
+            server, address = await asyncio.start_server(self._serve, None, 0, limit=BUFFER_BYTES), ""
         self.close()
         self._server, self.own = server, self.own._replace(address=address)
         return taken
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self._silence, self._shared.output.log)
-        link.send(Message("answer", self._answer()))
-        match await link.receive():
+        """Says to a newcomer who this launcher is, and takes it in if it asks for that."""
+        self._newcomers[writer] = None
+        if len(self._newcomers) > _MOST_NEWCOMERS:
+            oldest = next(iter(self._newcomers))
+            del self._newcomers[oldest]
+            oldest.transport.abort()
+        link = message = None
+        try:
+            async with asyncio.timeout(_NEWCOMER_SECONDS):
+                link = await Link.opened(
+                    reader, writer, self._silence, self._say_of_newcomer, self._options.secret, listens=True
+                )
+                link.send(Message("answer", self._answer()))
+                message = await link.receive()
+        except OtherSecretError as error:
+            self._say_of_newcomer(f"refused the launcher at {peer(writer)}: it {error}")
+        except ValueError as error:
+            self._say_of_newcomer(f"the connection with {peer(writer)} is closed: {error}")
+        except OSError:
+            pass  # it is gone, or has said nothing for too long
+        finally:
+            self._newcomers.pop(writer, None)
+            if link is None:
+                writer.close()  # behind what was sent
+        if link is None:
+            return
+        match message:
             case Message("hello", hello) if self.leader is not None:
                 await self.leader.serve(link, hello)
         link.abort()
+
+    def _say_of_newcomer(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._said_of_newcomers < _QUIET_SECONDS:
+            self._unsaid += 1
+            return
+        more = f"; {self._unsaid} more were, since the last such line" if self._unsaid else ""
+        self._said_of_newcomers, self._unsaid = now, 0
+        self._shared.output.log(text + more)
 
     def _answer(self) -> Answer:
         runs = self.leader is not None and self.leader.generation is not None
@@ -183,6 +227,7 @@ class Search:
         hosts = {host for group in self._register.groups if group.number for host in group.hosts if host.address}
         addresses = {*self._order, *(host.address for host in hosts)} - {self.own.address}
         found = {self.own.address: self._answer()}
+        self._other_secrets.clear()
         await asyncio.gather(*(self._ask(address, found) for address in addresses))
         for host in hosts:
             if host.address in found and found[host.address].id != host.id:
@@ -196,15 +241,25 @@ class Search:
             link.abort()
         except ConnectionRefusedError:
             found[address] = _NOBODY
+        except OtherSecretError as error:
+            self._other_secrets.append(f"the launcher at {address} {error}")
         except (OSError, ValueError, OverflowError):
             pass  # silent, or no address: another host has told it
 
     async def _connected(self, address: str) -> tuple[Link, Answer]:
         """A connection to a launcher, and what that says of itself. Raises OSError if there is none."""
         async with asyncio.timeout(_ANSWER_SECONDS):
-            link = Link(
-                *await asyncio.open_connection(*split(address), limit=LINE_BYTES), self._silence, self._say_once
-            )
+            reader, writer = await asyncio.open_connection(*split(address), limit=BUFFER_BYTES)
+            try:
+                link = await Link.opened(
+                    reader, writer, self._silence, self._say_once, self._options.secret, listens=False
+                )
+            except BaseException as error:
+                writer.transport.abort()
+                if type(error) is ValueError:
+                    self._say_once(f"the connection with {address} is closed: {error}")
+                    raise ConnectionError from error
+                raise
             try:
                 match await link.receive():
                     case Message("answer", answer):
@@ -232,6 +287,8 @@ class Search:
             if (leader := best_leader(found, self._order)) is not None:
                 return leader
             there = {address for address, answer in found.items() if answer is not _NOBODY}
+            if self._other_secrets and not self._register.started.number and there <= {self.own.address}:
+                raise CannotGoOnError(self._other_secrets[0], status=2)
             for address in sorted(taken - there):
                 self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
             if self.own.address in self._order and not any(answer.follows for answer in found.values()):

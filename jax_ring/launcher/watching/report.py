@@ -33,7 +33,7 @@ class Report(NamedTuple):
     notes: Mapping[int, Notes]  # by rank, also of processes that have ended
     places: Mapping[int, Place]  # of those that run
 
-    def text(self, limit: float, source: str) -> str:
+    def lines(self, limit: float, source: str) -> list[str]:
         """A line with all names, then each process and the last calls. limit: in seconds. source: who has set it."""
         ranks = ", ".join(map(str, self.behind))
         who = f"ranks {ranks} have" if len(self.behind) > 1 else f"rank {ranks} has"
@@ -49,8 +49,8 @@ class Report(NamedTuple):
         if exited := [str(rank) for rank, notes in sorted(self.notes.items()) if notes.status == 0]:
             lines.append(f"  ranks that have exited: {', '.join(exited)}")
         if table := next(filter(None, (self.places[rank].table for rank in behind)), ""):
-            lines += ["", table.rstrip()]
-        return "\n".join(lines)
+            lines += ["", *table.rstrip().splitlines()]
+        return lines
 
     def blamed(self) -> dict[int, str]:
         """What to say of those for which the others wait: of all, if they are all in the device's program."""

@@ -12,15 +12,16 @@ LOOK_SECONDS = 0.25  # between what a host tells
 class Watcher:
     """Compares the processes of all hosts, in a clock that stands still while one compiles, or a host is silent.
 
-    num_hosts: of how many hosts. ask: asks all processes where they are, for `places`. log: writes a message. fail: a
-      process, by its rank and name, has failed, and why. watch, on_stuck: replace what the processes say, if given.
+    num_hosts: of how many hosts. ask: asks all processes where they are, for `places`. log: writes the lines of a
+      message. fail: a process, by its rank and name, has failed, and why. watch, on_stuck: replace what the processes
+      say, if given.
 
     Attributes:
       places: where the processes are that have answered, by rank.
     """
 
     def __init__(
-        self, num_hosts: int, ask: Callable[[], None], log: Callable[[str], None],
+        self, num_hosts: int, ask: Callable[[], None], log: Callable[..., None],
         fail: Callable[[int, str, str], None], watch: float | None = None, on_stuck: str | None = None,
     ) -> None:  # fmt: skip
         self._num_hosts, self._ask, self._log, self._fail = num_hosts, ask, log, fail
@@ -87,7 +88,7 @@ class Watcher:
             report = Report(1 + min(running[rank].completed for rank in behind), sorted(behind), notes, self.places)
         else:  # executions have no numbers that compare: one that launches nothing may be what the others wait for
             report = Report(None, sorted(running), notes, self.places)
-        self._log(report.text(limit, "--watch" if self._watch else "jax_ring.watch"))
+        self._log(*report.lines(limit, "--watch" if self._watch else "jax_ring.watch"))
         given = "end" if any(each.ends_job for each in running.values()) else "report"
         if (self._on_stuck or given) == "end":
             for rank, what in report.blamed().items():
