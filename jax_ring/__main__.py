@@ -1,6 +1,7 @@
 """`python -m jax_ring`: Prints versions, devices, native modules, options, and which platforms can be served.
 
-`python -m jax_ring flight` prints the last calls of the processes of this user that run on this host.
+`python -m jax_ring flight` prints the last calls of the processes of this user that run on this host, with --all-users
+those of others, too.
 
 `python -m jax_ring run (script | -m module) [arguments]` runs a program under `override_lax()`, unchanged.
 """
@@ -31,14 +32,15 @@ def main() -> None:
     description, _, about_flight = (__doc__ or "").partition(": ")[2].partition("\n\n")
     parser = argparse.ArgumentParser(prog="python -m jax_ring", description=description, epilog=about_flight)
     commands = parser.add_subparsers(dest="what", metavar="{flight,run}")
-    commands.add_parser("flight", help="prints the last calls of running processes")
+    flight = commands.add_parser("flight", help="prints the last calls of running processes")
+    flight.add_argument("--all-users", action="store_true", help="also of other users' processes, as root may")
     run = commands.add_parser("run", help="runs a program under override_lax(), unchanged")
     run.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     run.add_argument("script", help="a Python file; a module after -m")
     run.add_argument("arguments", default=[], nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args()
     if options.what == "flight":
-        print(tables_of_host(), end="")
+        print(tables_of_host(of_all_users=options.all_users), end="")
         return
     if options.what == "run":
         run_overridden("module" if options.module else "script", options.script, *options.arguments)

@@ -15,11 +15,14 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "recorder/printable.h"
 
 namespace jax_ring::flight {
 namespace {
 
 constexpr char kName[] = "jax_ring_flight";
+// Nobody truncates the memory while a peer reads it, which would end the peer by SIGBUS.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr uint64_t kMagic = 0x6a61785f72696e01;  // the last byte is the version of the layout
 
 // The numbers in a folder of /proc, such as processes or one process's open files.
@@ -36,7 +39,8 @@ std::vector<int64_t> numbers_in(const std::string& folder) {
   return numbers;
 }
 
-// Copies a record; returns false if it is empty, or changed meanwhile.
+// Copies a record; returns false if it is empty, changed meanwhile, or is none that a recorder writes. Another process
+// may write anything at any time, so what is checked is the copy.
 bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   constexpr auto order = std::memory_order_acquire;
   seen.sequence = record.sequence.load(order);
@@ -53,14 +57,16 @@ bool read_record(const Memory& memory, const Record& record, Seen& seen) {
   seen.members = record.members.load(order);
   seen.last = record.last.load(order);
   if (record.sequence.load(std::memory_order_relaxed) != seen.sequence) return false;
-  if (seen.call >= memory.num_calls.load(order)) return false;
-  const char* const text = memory.texts[seen.call];
-  seen.text.assign(text, strnlen(text, kTextBytes));
+  if (seen.state > State::failed || std::min({seen.entered, seen.ready, seen.ended}) < 0) return false;
+  if (seen.call >= std::min<size_t>(memory.num_calls.load(order), kMaxCalls)) return false;
+  char text[kTextBytes];
+  std::memcpy(text, memory.texts[seen.call], kTextBytes);
+  seen.text = printable({text, strnlen(text, kTextBytes)});
   return true;
 }
 
 Snapshot read_memory(const Memory& memory) {
-  Snapshot snapshot{memory.process.load(std::memory_order_acquire), memory.job.load(std::memory_order_acquire), {}};
+  Snapshot snapshot{memory.process.load(std::memory_order_acquire), memory.job.load(std::memory_order_acquire), 0, {}};
   for (const Record& record : memory.records) {
     Seen seen;
     if (read_record(memory, record, seen)) snapshot.records.push_back(std::move(seen));
@@ -106,8 +112,9 @@ Recorder::Recorder() { create(); }
 
 // Anonymous memory private to this process, for when it may open no more files.
 void Recorder::create() {
-  file_ = memfd_create(kName, MFD_CLOEXEC);
+  file_ = memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   const bool shared = file_ >= 0 && ftruncate(file_, sizeof(Memory)) == 0;
+  if (shared) fcntl(file_, F_ADD_SEALS, kSeals);
   void* const at = mmap(nullptr, sizeof(Memory), PROT_READ | PROT_WRITE,
                         shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, shared ? file_ : -1, 0);
   if (at == MAP_FAILED) {
@@ -175,18 +182,20 @@ void Recorder::join(int64_t process, const std::string& token) {
   has_printed_ = false;
 }
 
-std::shared_ptr<const Memory> Recorder::open_memory_of(int64_t pid) {
+Recorder::Found Recorder::open_memory_of(int64_t pid, bool of_any_user) {
   const std::string folder = "/proc/" + std::to_string(pid) + "/fd/";
   for (int64_t number : numbers_in(folder)) {
     const std::string path = folder + std::to_string(number);
     char target[PATH_MAX];
     const ssize_t length = readlink(path.c_str(), target, sizeof(target));
     if (length < 0 || std::string_view(target, length).find(kName) == std::string_view::npos) continue;
-    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0) continue;
     struct stat status;
     void* at = MAP_FAILED;
-    if (fstat(file, &status) == 0 && static_cast<size_t>(status.st_size) == sizeof(Memory)) {
+    const int seals = fcntl(file, F_GET_SEALS);
+    if (seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && fstat(file, &status) == 0 &&
+        (of_any_user || status.st_uid == geteuid()) && static_cast<size_t>(status.st_size) == sizeof(Memory)) {
       at = mmap(nullptr, sizeof(Memory), PROT_READ, MAP_SHARED, file, 0);
     }
     close(file);
@@ -194,9 +203,9 @@ std::shared_ptr<const Memory> Recorder::open_memory_of(int64_t pid) {
     std::shared_ptr<const Memory> memory(static_cast<const Memory*>(at), [](const Memory* mapped) {
       munmap(const_cast<Memory*>(mapped), sizeof(Memory));
     });
-    if (memory->magic.load(std::memory_order_acquire) == kMagic) return memory;
+    if (memory->magic.load(std::memory_order_acquire) == kMagic) return {memory, status.st_uid};
   }
-  return nullptr;
+  return {};
 }
 
 void Recorder::open_peer(int64_t process, int64_t pid) {
@@ -206,7 +215,7 @@ void Recorder::open_peer(int64_t process, int64_t pid) {
     const auto found = peers_.find(process);
     if (found != peers_.end() && found->second.pid == pid) return;
   }
-  std::shared_ptr<const Memory> memory = open_memory_of(pid);
+  std::shared_ptr<const Memory> memory = open_memory_of(pid, /*of_any_user=*/false).memory;
   if (memory == nullptr) return;
   std::lock_guard<std::mutex> lock(mutex_);
   peers_[process] = {pid, std::move(memory)};
@@ -224,10 +233,18 @@ std::vector<Snapshot> Recorder::read() const {
   return snapshots;
 }
 
-std::map<int64_t, Snapshot> Recorder::read_host() {
+std::map<int64_t, Snapshot> Recorder::read_host(bool of_all_users) {
   std::map<int64_t, Snapshot> snapshots;
   for (int64_t pid : numbers_in("/proc")) {
-    if (const auto memory = open_memory_of(pid)) snapshots[pid] = read_memory(*memory);
+    struct stat process;
+    if (stat(("/proc/" + std::to_string(pid)).c_str(), &process) != 0) continue;
+    if (!of_all_users && process.st_uid != geteuid()) continue;
+    const auto [memory, owner] = open_memory_of(pid, of_all_users);
+    if (memory == nullptr) continue;
+    Snapshot snapshot = read_memory(*memory);
+    if (snapshot.process < 0 || snapshot.process > INT32_MAX) continue;
+    snapshot.user = owner;
+    snapshots[pid] = std::move(snapshot);
   }
   return snapshots;
 }

@@ -61,13 +61,14 @@ struct Seen {
   uint16_t call = 0, group = 0;
   uint32_t members = 0, last = 0;
   State state = State::arriving;
-  std::string text;
+  std::string text;  // printable
 };
 
 // A process's records, oldest first.
 struct Snapshot {
   int64_t process = 0;
   uint64_t job = 0;
+  uint32_t user = 0;  // only where several users' are read
   std::vector<Seen> records;
 };
 
@@ -220,8 +221,8 @@ class Recorder {
   Snapshot read_own() const;
   // This process, then the peers in ascending order.
   std::vector<Snapshot> read() const;
-  // This user's recording processes on this host, by pid.
-  static std::map<int64_t, Snapshot> read_host();
+  // Recording processes on this host, this user's or those of all that the system lets this one read, by pid.
+  static std::map<int64_t, Snapshot> read_host(bool of_all_users);
 
   std::vector<RecordedCall*> calls() const;
 
@@ -235,10 +236,15 @@ class Recorder {
     int64_t pid;
     std::shared_ptr<const Memory> memory;
   };
+  struct Found {
+    std::shared_ptr<const Memory> memory;
+    uint32_t owner = 0;
+  };
 
   Recorder();
   void create();
-  static std::shared_ptr<const Memory> open_memory_of(int64_t pid);
+  // The memory of a process, if its owner may be read.
+  static Found open_memory_of(int64_t pid, bool of_any_user);
 
   int file_ = -1;  // of the memory; stays open for the life of the process: its peers find it through /proc
   MemoryPtr memory_;

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 namespace jax_ring::flight {
@@ -123,22 +124,23 @@ bool all_done(const Row& row) {
   });
 }
 
-// Merges equal calls that all have completed into one row, the last of them.
-std::vector<Row> without_repetitions(std::vector<Row> rows) {
-  std::vector<Row> kept;
-  for (Row& row : rows) {
+// The latest rows, the last one at the end. Equal calls that all have completed are one row, the last of them.
+std::vector<Row> latest_of(std::vector<Row> rows) {
+  std::vector<Row> kept;  // the last one first
+  for (auto row = rows.rbegin(); row != rows.rend(); ++row) {
     const auto is_like = [&](const Row& other) {
-      return other.text == row.text && all_done(other) && all_done(row) &&
-             std::equal(row.cells.begin(), row.cells.end(), other.cells.begin(), other.cells.end(),
+      return other.text == row->text && all_done(other) && all_done(*row) &&
+             std::equal(row->cells.begin(), row->cells.end(), other.cells.begin(), other.cells.end(),
                         [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_like(b.second); });
     };
     const auto found = std::find_if(kept.begin(), kept.end(), is_like);
     if (found != kept.end()) {
-      row.count += found->count;
-      kept.erase(found);
+      found->count += row->count;
+    } else if (kept.size() < kRows) {
+      kept.push_back(std::move(*row));
     }
-    kept.push_back(std::move(row));
   }
+  std::reverse(kept.begin(), kept.end());
   return kept;
 }
 
@@ -168,11 +170,9 @@ std::string states_of(const Row& row, Name name_of, int64_t now) {
   return text + std::string(kIndent, ' ') + line + "\n";
 }
 
-// Keeps only the latest rows.
 std::string print(std::vector<Row> rows, Name name_of, int64_t now) {
   std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.entered < b.entered; });
-  rows = without_repetitions(std::move(rows));
-  if (rows.size() > kRows) rows.erase(rows.begin(), rows.end() - kRows);
+  rows = latest_of(std::move(rows));
   if (rows.empty()) return "jax_ring: no calls are recorded.\n";
   std::string text = "jax_ring: the last calls (> = not completed by everyone):\n";
   for (const Row& row : rows) {
@@ -353,14 +353,14 @@ std::string table_of_everything() {
   return snapshots.size() > 1 ? table_of_processes(snapshots, nanoseconds_now()) : table_of_ranks();
 }
 
-std::vector<std::pair<std::string, std::string>> tables_of_host() {
-  std::map<std::pair<uint64_t, int64_t>, std::vector<std::pair<int64_t, Snapshot>>> jobs;
-  for (auto& [pid, snapshot] : Recorder::read_host()) {
+std::vector<std::tuple<int64_t, std::string, std::string>> tables_of_host(bool of_all_users) {
+  std::map<std::tuple<int64_t, uint64_t, int64_t>, std::vector<std::pair<int64_t, Snapshot>>> jobs;
+  for (auto& [pid, snapshot] : Recorder::read_host(of_all_users)) {
     if (snapshot.records.empty()) continue;
-    // A process without peers is a job of its own.
-    jobs[{snapshot.job, snapshot.job == 0 ? pid : 0}].emplace_back(pid, std::move(snapshot));
+    // A process without peers is a job of its own. Nobody joins the job of another user.
+    jobs[{snapshot.user, snapshot.job, snapshot.job == 0 ? pid : 0}].emplace_back(pid, std::move(snapshot));
   }
-  std::vector<std::pair<std::string, std::string>> tables;
+  std::vector<std::tuple<int64_t, std::string, std::string>> tables;
   for (auto& [job, members] : jobs) {
     std::sort(members.begin(), members.end(),
               [](const auto& a, const auto& b) { return a.second.process < b.second.process; });
@@ -370,7 +370,7 @@ std::vector<std::pair<std::string, std::string>> tables_of_host() {
       pids += (pids.empty() ? "" : ", ") + std::to_string(snapshot.process) + ": pid " + std::to_string(pid);
       snapshots.push_back(std::move(snapshot));
     }
-    tables.emplace_back(pids, table_of_processes(snapshots, nanoseconds_now()));
+    tables.emplace_back(std::get<0>(job), pids, table_of_processes(snapshots, nanoseconds_now()));
   }
   return tables;
 }

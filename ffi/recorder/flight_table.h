@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "recorder/flight_recorder.h"
@@ -29,8 +29,8 @@ std::string last_calls_of_missing_ranks(const Entry& entry);
 // Of this process and its peers: by process if there are several, else by rank.
 std::string table_of_everything();
 
-// This user's live processes on this host: one table per job, with the pid of each process.
-std::vector<std::pair<std::string, std::string>> tables_of_host();
+// Live processes on this host, this user's or all that can be read: (user, the pid of each process, table) of each job.
+std::vector<std::tuple<int64_t, std::string, std::string>> tables_of_host(bool of_all_users);
 
 int64_t nanoseconds_now();
 

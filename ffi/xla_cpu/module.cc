@@ -141,9 +141,9 @@ void bind_flight_recorder(nb::module_& m) {
       "flight_table", [] { return jax_ring::flight::table_of_everything(); },
       "The last calls of this process and its peers, side by side.");
 
-  m.def(
-      "flight_tables_of_host", [] { return jax_ring::flight::tables_of_host(); },
-      "The last calls of all processes of this user on this host, a table for each job, with its pids.");
+  m.def("flight_tables_of_host", &jax_ring::flight::tables_of_host, "of_all_users"_a,
+        "The last calls of processes on this host, this user's or all that it may read: (user, pids, table) of each "
+        "job.");
 
   m.def("call_statistics", &call_statistics, "reset"_a,
         "For each call: text, collective, bytes of a rank's operands, mesh positions and processes by group, count, "

@@ -85,12 +85,18 @@ def flight_recorder() -> FlightRecord:
     return FlightRecord(tuple(calls), table)
 
 
-def tables_of_host() -> str:
-    """The last calls of this user's processes on this host: a table per job."""
-    tables = _ffi_cpu.flight_tables_of_host()
+def tables_of_host(*, of_all_users: bool = False) -> str:
+    """The last calls of this user's processes on this host: a table per job.
+
+    of_all_users: whether to read other users' processes as well, as root may.
+    """
+    tables = _ffi_cpu.flight_tables_of_host(of_all_users)
     if not tables:
-        return "No process of this user on this host has made a call of jax_ring on CPU devices.\n"
-    return "\n".join(f"processes {pids}\n{table}" for pids, table in tables)
+        whose = "that this user may read" if of_all_users else "of this user"
+        return f"No process {whose} on this host has made a call of jax_ring on CPU devices.\n"
+    return "\n".join(
+        (f"user {user}, " if of_all_users else "") + f"processes {pids}\n{table}" for user, pids, table in tables
+    )
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------

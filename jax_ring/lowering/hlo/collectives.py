@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ _AXIS_SIZE = 2
 _MESH_IOTA_RESHAPE, _MESH_IOTA_TRANSPOSE = 1, 2
 _REF_AXIS, _REF_SUB_AXIS = 1, 2
 _SUB_AXIS_PRE_SIZE, _SUB_AXIS_SIZE = 1, 2
+_MAX_DIMENSIONS = 32  # of an array in all versions of numpy
 
 _KNOWN = {
     proto.NAME, proto.OPCODE, proto.SHAPE, proto.METADATA, proto.DIMENSIONS, proto.CHANNEL, proto.ID, proto.OPERANDS,
@@ -167,9 +169,9 @@ def _members(instruction: Message, kind: Kind, num_partitions: int) -> tuple[Gro
         pairs = tuple((pair.integer(_SOURCE), pair.integer(_TARGET)) for pair in instruction.messages(proto.PAIRS))
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
         if not pairs or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
-            raise Unsupported(f"its pairs {pairs} are no permutation")
+            raise Unsupported(f"its pairs {reprlib.repr(pairs)} are no permutation")
         if not all(0 <= position < num_partitions for position in (*sources, *targets)):
-            raise Unsupported(f"its pairs {pairs} name other ranks than the {num_partitions} partitions")
+            raise Unsupported(f"its pairs {reprlib.repr(pairs)} name other ranks than the {num_partitions} partitions")
         return (tuple(range(num_partitions)),), pairs
     # With a channel these name partitions, by the global ids of programs without replicas. An all-to-all is always
     # between partitions. Other collectives without this mark have groups of replicas, each with all partitions.
@@ -214,19 +216,25 @@ def groups_of(instruction: Message, num_partitions: int) -> Groups:
     if len(encodings) > 1:
         raise Unsupported(f"its groups are encoded in fields {sorted(encodings)}")
     if MESH_AXES in encodings:
-        groups = _of_mesh_axes(instruction.message(MESH_AXES))
+        groups = _of_mesh_axes(instruction.message(MESH_AXES), num_partitions)
     elif IOTA in encodings:
-        groups = _of_iota_list(instruction.message(IOTA))
+        groups = _of_iota_list(instruction.message(IOTA), num_partitions)
     elif DEVICE_LIST in encodings:
-        groups = _of_device_list(instruction.message(DEVICE_LIST))
+        groups = _of_device_list(instruction.message(DEVICE_LIST), num_partitions)
     else:
         groups = _of_lists(instruction.messages(LISTS))
     found = tuple(tuple(group) for group in groups if len(group)) or (tuple(range(num_partitions)),)
     if sorted(position for group in found for position in group) != list(range(num_partitions)):
-        raise Unsupported(f"its groups {found} do not divide {num_partitions} partitions")
+        raise Unsupported(f"its groups {reprlib.repr(found)} do not divide {num_partitions} partitions")
     if len({len(group) for group in found}) > 1:
-        raise Unsupported(f"its groups {found} are of different sizes")
+        raise Unsupported(f"its groups {reprlib.repr(found)} are of different sizes")
     return found
+
+
+def _check_count(what: str, sizes: Sequence[int], num_partitions: int) -> None:
+    """Refuses sizes whose product is not the partitions' number, before an array is made of them."""
+    if len(sizes) > _MAX_DIMENSIONS or min(sizes, default=1) < 1 or math.prod(sizes) != num_partitions:
+        raise Unsupported(f"{what} {reprlib.repr(sizes)} do not divide {num_partitions} partitions")
 
 
 def _of_lists(lists: list[Message]) -> list[list[int]]:
@@ -235,25 +243,30 @@ def _of_lists(lists: list[Message]) -> list[list[int]]:
     return [each.integers(_LIST_IDS) for each in lists]
 
 
-def _of_device_list(message: Message) -> list[list[int]]:
+def _of_device_list(message: Message, num_partitions: int) -> list[list[int]]:
     message.check_fields({_DEVICE_LIST_LISTS, _DEVICE_LIST_IOTA}, "a list of groups")
     if _DEVICE_LIST_IOTA in message.field_numbers():
-        return _of_iota_list(message.message(_DEVICE_LIST_IOTA))
+        return _of_iota_list(message.message(_DEVICE_LIST_IOTA), num_partitions)
     return _of_lists(message.messages(_DEVICE_LIST_LISTS))
 
 
-def _of_iota_list(message: Message) -> list[list[int]]:
+def _of_iota_list(message: Message, num_partitions: int) -> list[list[int]]:
     known = {_IOTA_NUM_GROUPS, _IOTA_GROUP_SIZE, _IOTA_RESHAPE, _IOTA_TRANSPOSE}
     message.check_fields(known, "a list of groups by iota")
-    ids = _iota(message.integers(_IOTA_RESHAPE), message.integers(_IOTA_TRANSPOSE))
-    return ids.reshape(message.integer(_IOTA_NUM_GROUPS), message.integer(_IOTA_GROUP_SIZE)).tolist()
+    ids = _iota(message.integers(_IOTA_RESHAPE), message.integers(_IOTA_TRANSPOSE), num_partitions)
+    groups = message.integer(_IOTA_NUM_GROUPS), message.integer(_IOTA_GROUP_SIZE)
+    _check_count("its groups by iota", groups, num_partitions)
+    return ids.reshape(groups).tolist()
 
 
-def _iota(shape: list[int], permutation: list[int]) -> np.ndarray:
+def _iota(shape: list[int], permutation: list[int], num_partitions: int) -> np.ndarray:
+    _check_count("the dimensions of an iota", shape, num_partitions)
+    if permutation and sorted(permutation) != list(range(len(shape))):
+        raise Unsupported(f"an iota of {len(shape)} dimensions is transposed by {reprlib.repr(permutation)}")
     return np.arange(math.prod(shape)).reshape(shape).transpose(permutation or range(len(shape))).reshape(-1)
 
 
-def _of_mesh_axes(message: Message) -> list[list[int]]:
+def _of_mesh_axes(message: Message, num_partitions: int) -> list[list[int]]:
     """Groups along mesh axes or parts of them.
 
     The part (pre, size) of an axis of size n is the middle of (pre, size, n / (pre * size)).
@@ -262,21 +275,30 @@ def _of_mesh_axes(message: Message) -> list[list[int]]:
     mesh = message.message(_MESH)
     mesh.check_fields({_MESH_AXES, _MESH_DEVICE_IDS, _MESH_IOTA}, "a mesh")
     sizes = [axis.integer(_AXIS_SIZE, 1) for axis in mesh.messages(_MESH_AXES)]
+    _check_count("mesh axes of the sizes", sizes, num_partitions)
     if _MESH_IOTA in mesh.field_numbers():
         iota = mesh.message(_MESH_IOTA)
         iota.check_fields({_MESH_IOTA_RESHAPE, _MESH_IOTA_TRANSPOSE}, "a mesh by iota")
-        ids = _iota(iota.integers(_MESH_IOTA_RESHAPE), iota.integers(_MESH_IOTA_TRANSPOSE))
+        ids = _iota(iota.integers(_MESH_IOTA_RESHAPE), iota.integers(_MESH_IOTA_TRANSPOSE), num_partitions)
     else:
-        ids = np.array(mesh.integers(_MESH_DEVICE_IDS) or range(math.prod(sizes)))
+        ids = np.array(mesh.integers(_MESH_DEVICE_IDS) or range(num_partitions))
+    references = message.messages(_AXES)
+    if ids.size != num_partitions or len(references) > _MAX_DIMENSIONS:
+        raise Unsupported(f"a mesh has {ids.size} devices, and its groups are along {len(references)} axes")
     named = []  # (axis, product of the sizes of its earlier parts, size)
     boundaries = [{1, size} for size in sizes]  # boundaries between the parts of each axis, as products of sizes
-    for reference in message.messages(_AXES):
+    for reference in references:
         reference.check_fields({_REF_AXIS, _REF_SUB_AXIS}, "a mesh axis")
-        axis, before, size = reference.integer(_REF_AXIS), 1, sizes[reference.integer(_REF_AXIS)]
+        axis = reference.integer(_REF_AXIS)
+        if not 0 <= axis < len(sizes):
+            raise Unsupported(f"its groups are along axis {axis} of a mesh of {len(sizes)}")
+        before, size = 1, sizes[axis]
         if _REF_SUB_AXIS in reference.field_numbers():
             part = reference.message(_REF_SUB_AXIS)
             part.check_fields({_SUB_AXIS_PRE_SIZE, _SUB_AXIS_SIZE}, "a part of a mesh axis")
             before, size = part.integer(_SUB_AXIS_PRE_SIZE, 1), part.integer(_SUB_AXIS_SIZE, 1)
+            if min(before, size) < 1 or sizes[axis] % (before * size):
+                raise Unsupported(f"an axis of {sizes[axis]} has no part of {size} after {before}")
         named.append((axis, before, size))
         boundaries[axis] |= {before, before * size}
     # The coarsest parts that make up all named ones, major ones first.
@@ -293,6 +315,8 @@ def _of_mesh_axes(message: Message) -> list[list[int]]:
         for i, (of_axis, from_, length) in enumerate(parts)
         if of_axis == axis and from_ >= before and from_ * length <= before * size
     ]
+    if len(set(order)) < len(order):
+        raise Unsupported(f"its groups are along a mesh axis twice: {named}")
     others = [i for i in range(len(parts)) if i not in order]
     group_size = math.prod(parts[i][2] for i in order)
     return ids.reshape([size for _, _, size in parts]).transpose(others + order).reshape(-1, group_size).tolist()

@@ -11,7 +11,10 @@ from jax_ring.lowering.hlo.shapes import Shape, tuple_shape
 from jax_ring.lowering.passes.combiner import COMBINE_THRESHOLD_BYTES, COMBINE_THRESHOLD_COUNT
 
 _LITERAL, _LITERAL_SHAPE = 8, 1  # of HloInstructionProto, and of LiteralProto
-_ELEMENTS = {4: 4, 5: 6, 8: 5, 9: 7}  # element type to the field that holds int32, int64, uint32 or uint64
+# Of int32, int64, uint32 and uint64, by element type: the field that holds them, and their values.
+_ELEMENTS = {4: 4, 5: 6, 8: 5, 9: 7}
+_VALUES = {4: range(-(2**31), 2**31), 5: range(-(2**63), 2**63), 8: range(2**32), 9: range(2**64)}
+_MAX_DEPTH = 32  # of an expression that is evaluated
 
 # Operations that take long enough for a collective to run beside them.
 _PRODUCTS = {"call", "conditional", "convolution", "custom-call", "dot", "fusion", "scaled-dot", "while"}
@@ -49,7 +52,7 @@ def _beside_products(instructions: Sequence[Message]) -> set[int]:
     return found
 
 
-def _needed(instruction: Message) -> list[int]:
+def needed(instruction: Message) -> list[int]:
     """What precedes an instruction: operands, and others by control."""
     return [*instruction.integers(proto.OPERANDS), *instruction.integers(proto.PREDECESSORS)]
 
@@ -64,7 +67,7 @@ def _waited_for(instructions: Sequence[Message]) -> set[int]:
     found: set[int] = set()
     for each in reversed(instructions):
         if _takes_time(each) or each.integer(proto.ID) in found:
-            found.update(_needed(each))
+            found.update(needed(each))
     return found
 
 
@@ -73,7 +76,7 @@ def _depths(instructions: Sequence[Message]) -> dict[int, int]:
     depths: dict[int, int] = {}
     by_id = {each.integer(proto.ID): each for each in instructions}
     for id_, each in by_id.items():
-        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in _needed(each)), default=0)
+        depths[id_] = max((depths[i] + _takes_time(by_id[i]) for i in needed(each)), default=0)
     return depths
 
 
@@ -148,7 +151,7 @@ def _in_order(instructions: Sequence[Message]) -> list[Message]:
         waiting = [each]
         while waiting:
             last = waiting[-1]
-            missing = [i for i in _needed(last) if i not in ordered]  # no cycles: no joined sum needs another
+            missing = [i for i in needed(last) if i not in ordered]  # no cycles: no joined sum needs another
             if missing:
                 waiting += (by_id[i] for i in reversed(missing))
             else:
@@ -205,10 +208,10 @@ def _dimension_of_blocks(total: Message, taken: Message, by_id: dict[int, Messag
 
 
 def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], list[int] | None]:
-    """A small integer expression's elements for a partition; None for other kinds."""
+    """A small integer expression's elements for a partition; None for other kinds, and where a value overflows."""
 
     @functools.cache
-    def value_of(id_: int) -> list[int] | None:
+    def value_of(id_: int, depth: int = 0) -> list[int] | None:
         instruction = by_id[id_]
         opcode = instruction.text(proto.OPCODE)
         if opcode == "partition-id":
@@ -218,10 +221,13 @@ def _evaluator(by_id: dict[int, Message], partition: int) -> Callable[[int], lis
         shape = Shape(instruction.message(proto.SHAPE))
         if opcode not in _EVALUATED or shape.element_type not in _ELEMENTS or math.prod(shape.dimensions) > 1:
             return None
-        operands = [value_of(i) for i in instruction.integers(proto.OPERANDS)]
+        if depth == _MAX_DEPTH:  # chains are as long as a user makes them
+            return None
+        operands = [value_of(i, depth + 1) for i in instruction.integers(proto.OPERANDS)]
         if None in operands:
             return None
-        return _EVALUATED[opcode](*operands)
+        found = _EVALUATED[opcode](*operands)
+        return found if found and all(value in _VALUES[shape.element_type] for value in found) else None
 
     return value_of
 

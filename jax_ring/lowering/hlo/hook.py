@@ -6,6 +6,7 @@ when a program is lowered. Every cache's key has it.
 
 import hashlib
 import logging
+import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from jax_ring.lowering.hlo.proto import Message, Unsupported
 from jax_ring.lowering.hlo.shapes import Shape
 from jax_ring.lowering.override_state import Settings
 from jax_ring.lowering.passes import program_id
-from jax_ring.options import Order
+from jax_ring.options import ORDERS, Order
 
 logger = logging.getLogger("jax_ring")
 
@@ -97,18 +98,18 @@ def transform(platform: str, program: bytes) -> bytes | None:
     """The program with calls to the engine for collectives; None if unchanged."""
     if _MARK.encode() not in program:
         return None
-    module = Message.parse(program)
-    value = _mark_of(module)
-    if value is None:
-        return None
-    name = module.text(proto.NAME)
+    name = "a program"
     try:
+        module = Message.parse(program)
+        value = _mark_of(module)
+        if value is None:
+            return None
+        name = _shown(module.text(proto.NAME))
         return _replace(module, name, value, platform)
-    except RuntimeError:
-        # Forbidden, or a process does not publish its host. The others would wait for this process.
-        raise
     except Exception as error:
-        if runtime.STRICT:
+        # Forbidden, or a process does not publish its host. The others would wait for this process.
+        is_meant = isinstance(error, RuntimeError) and not isinstance(error, RecursionError)
+        if is_meant or runtime.STRICT:
             raise
         warnings.warn(
             f"jax_ring leaves the collectives of {name} to XLA, because it could not read the program: "
@@ -123,6 +124,11 @@ class _Forbidden(NotImplementedError):
     """A collective would stay XLA's against `JAX_RING_STRICT`."""
 
 
+def _shown(text: str) -> str:
+    """A name of a program, which may come from elsewhere, without what a terminal obeys."""
+    return repr(text)[1:-1]
+
+
 def _mark_of(module: Message) -> str | None:
     return module.message(_ATTRIBUTES).mapping(1).get(_MARK)
 
@@ -135,7 +141,7 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
     def refuse(instruction: Message | None, why: Unsupported) -> None:
         what = "each collective"
         if instruction:
-            what = f"{instruction.text(proto.OPCODE)} '{instruction.text(proto.NAME)}'"
+            what = f"{instruction.text(proto.OPCODE)} '{_shown(instruction.text(proto.NAME))}'"
         if runtime.STRICT and not isinstance(why, across_hosts.AcrossHosts):
             raise _Forbidden(
                 f"{what} of {name} would be left to XLA: {why}. {runtime.STRICT_VARIABLE}=1 forbids it; unset the "
@@ -144,6 +150,8 @@ def _replace(module: Message, name: str, value: str, platform: str) -> bytes | N
         logger.info("%s of %s is left to XLA: %s", what, name, why)
 
     order, _, named = value[1:].partition(" ")  # written by `mark`
+    if order not in ORDERS:
+        raise ValueError(f"its mark {value!r} names no order of sums")
     known = _elsewhere.get(named) or _Devices({device.id: device for device in _compat.devices(platform)}, None)
     try:
         devices = _devices_of(module, known.by_id)
@@ -181,7 +189,9 @@ def _devices_of(module: Message, by_id: dict[int, jax.Device]) -> list[jax.Devic
     if not ids or assignment.integer(_REPLICAS, 1) != 1 or any(len(of_partition) != 1 for of_partition in ids):
         raise Unsupported("it has replicas, or no known devices")
     if unknown := [id_ for (id_,) in ids if id_ not in by_id]:
-        raise Unsupported(f"its devices {unknown} are not there")
+        raise Unsupported(f"its devices {reprlib.repr(unknown)} are not there")
+    if len({id_ for (id_,) in ids}) < len(ids):
+        raise Unsupported("two of its partitions have one device")
     return [by_id[id_] for (id_,) in ids]
 
 

@@ -1,5 +1,6 @@
 """A partitioned program: what serves its collectives, and the computations that are added for them."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -89,6 +90,11 @@ class Program:
         }
         self.added: list[Message] = []
 
+    @functools.cached_property
+    def _context(self) -> ir.Context:
+        """For the attributes of all calls: to make it takes milliseconds."""
+        return mlir.make_ir_context()
+
     def reduction_of(self, id_: int) -> str:
         """The opcode by which a computation combines two values; empty if it does anything else."""
         return collectives.reduction_of(self.computations[id_])
@@ -123,7 +129,7 @@ class Program:
         is_on_cpu = self._platform_name == "cpu"
         if call.in_tuple and is_on_cpu and service.levels.num_processes == 1:
             spec = spec._replace(blocks_apart=True)  # blocks of one array would be copied twice more
-        with mlir.make_ir_context(), ir.Location.unknown():
+        with self._context, ir.Location.unknown():
             name = self._name if is_on_cpu else ""  # GPUs meet by the order of calls in their lane
             shared = engine.attributes(spec, name, streams.LANES[is_beside])
             own = {"call": ir.StringAttr.get(described), "site": ir.StringAttr.get(site)}

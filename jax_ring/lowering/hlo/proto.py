@@ -185,14 +185,14 @@ def mapping(number: int, texts: Mapping[str, str]) -> list[Field]:
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """The integer that begins there, and where the next field begins."""
-    result = shift = 0
-    while True:
+    result = 0
+    for shift in range(0, 70, 7):
         byte = data[at]
         at += 1
         result |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return result, at
-        shift += 7
+            return result & _MASK, at
+    raise ValueError("not a message in protobuf's wire format: an integer of more than 10 bytes")
 
 
 def _write_varint(out: bytearray, value: int) -> None:

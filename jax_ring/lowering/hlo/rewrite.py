@@ -33,6 +33,7 @@ class Computation:
     def __init__(self, message: Message, program: Program) -> None:
         self._program, self._platform = program, program.platform
         self._beside: set[int] = set()
+        _check_order(message.messages(proto.INSTRUCTIONS))
         if not self._platform.has_layouts:
             message, self._beside = for_gpus.prepared(message, program.num_partitions, program.reduction_of)
         self._message = message
@@ -205,6 +206,15 @@ class Computation:
         fields = [*self._replaced.only(proto.METADATA), *fields]
         self._written.append(_instruction(id_, name, opcode, shape, operands, fields))
         return id_
+
+
+def _check_order(instructions: Sequence[Message]) -> None:
+    """Refuses instructions before their operands. XLA writes none, and a chain of operands ends."""
+    before: set[int] = set()
+    for each in instructions:
+        if not before.issuperset(for_gpus.needed(each)):
+            raise ValueError(f"instruction {each.integer(proto.ID)} comes before its operands")
+        before.add(each.integer(proto.ID))
 
 
 def _instruction(

@@ -1,5 +1,6 @@
 """Shapes of HLO: dimensions, element types and layouts, read from XLA's messages and written to them."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from jax_ring.lowering.hlo.proto import Message, Unsupported
 _ELEMENT_TYPE, _DIMENSIONS, _TUPLE, _LAYOUT, _IS_DYNAMIC = 2, 3, 4, 5, 6
 _MINOR_TO_MAJOR, _MEMORY_SPACE, _TAIL_ALIGNMENT = 1, 8, 16
 _TUPLE_TYPE = 13
+_MAX_DIMENSIONS = 64  # more than JAX has
 # The field of HloInstructionProto with the ranges of a slice, and the fields of its messages.
 _SLICES = 17
 _SLICE_START, _SLICE_LIMIT, _SLICE_STRIDE = 1, 2, 3
@@ -36,16 +38,21 @@ class Shape:
       dimensions: of an array.
       minor_to_major: its layout, fastest first.
       memory_space: 0 for the device's own memory.
-      elements: of a tuple.
     """
 
     def __init__(self, message: Message) -> None:
         self.message = message
         self.element_type = message.integer(_ELEMENT_TYPE)
         self.dimensions = message.integers(_DIMENSIONS)
+        if len(self.dimensions) > _MAX_DIMENSIONS:
+            raise Unsupported(f"an array has {len(self.dimensions)} dimensions")
         self.minor_to_major = message.message(_LAYOUT).integers(_MINOR_TO_MAJOR)
         self.memory_space = message.message(_LAYOUT).integer(_MEMORY_SPACE)
-        self.elements = [Shape(element) for element in message.messages(_TUPLE)]
+
+    @functools.cached_property
+    def elements(self) -> "list[Shape]":
+        """The elements of a tuple. Read when they are asked for: tuples may be nested, to any depth."""
+        return [Shape(element) for element in self.message.messages(_TUPLE)]
 
     @property
     def is_tuple(self) -> bool:
