@@ -69,7 +69,7 @@ def kept_files(slots: int) -> tuple[int, ...]:
 
 def key_file(key: bytes) -> int:
     """A file in memory with a key, which nobody can change: processes inherit it, and no other user reads it."""
-    file = os.memfd_create(protocol.KEY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.memfd_create(protocol.KEY_NAME, _SEALABLE)
     os.write(file, key)
     fcntl.fcntl(
         file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

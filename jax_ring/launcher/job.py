@@ -53,10 +53,10 @@ class Job:
         shared.output = Output(sys.stdout, sys.stderr, lambda: self._signalled(signal.SIGPIPE))
         shared.kept = environment.kept_files(self._options.processes)
         shared.key_file = environment.key_file(shared.key)
-        self._sockets = SocketFolder()
+        shared.sockets = SocketFolder()
         signum = None
         try:
-            shared.server = ControlServer(self._sockets.socket("control"), self._asked)
+            shared.server = ControlServer(shared.sockets.socket("control"), self._asked)
             signals.receive(self._signalled, self._pass_on, self._reap)
             await shared.server.start()
             if self._options.coordinators and not self._options.secret:
@@ -68,7 +68,7 @@ class Job:
         finally:
             self._search.close()
             shared.server.close()
-            self._sockets.close()
+            shared.sockets.close()
             for file in (*shared.kept, shared.key_file):
                 os.close(file)
         status = await self._drained(status, is_stopped=signum is not None)
@@ -136,7 +136,7 @@ class Job:
 
     async def _generation(self, leader: Leader, group: Group) -> Outcome:
         """A generation on all hosts, with a coordination service here."""
-        own, path = self._search.own, self._sockets.socket(f"coordinator-{group.number}")
+        own, path = self._search.own, self._shared.sockets.socket(f"coordinator-{group.number}")
         with environment.coordinator_address(split(own.address)[0] if own.address else "", path) as coordinator:
             self._service = service = Service(self._shared.output, coordinator, group.num_processes)
             try:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax_ring.launcher import events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.control_server import ControlServer
+from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.output import LogFiles, Output
 
 _LONGEST_BACKOFF_SECONDS = 60.0
@@ -49,6 +50,7 @@ class Shared:
     """What the generations of a job share on this host."""
 
     output: Output
+    sockets: SocketFolder
     server: ControlServer
     kept: tuple[int, ...]  # the files in which elastic jobs keep commits: two for each slot
     key_file: int  # in which processes find `key`

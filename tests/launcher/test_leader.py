@@ -492,6 +492,7 @@ def test_a_signal_before_the_processes_of_a_generation_have_begun(monkeypatch):
     nothing = types.SimpleNamespace(failure=lambda: None, end=lambda: None)
     monkeypatch.setattr("jax_ring.launcher.job.Service", lambda *_: nothing)
     job, search, _ = alone(nnodes=1, hosts_change=False, node_rank=0, coordinators=())
+    job._shared.sockets = types.SimpleNamespace(socket=str)
 
     async def scenario():
         def begin(self, group, coordinator):
