@@ -46,7 +46,7 @@ inline constexpr std::string_view kOrders[] = {"rank", "ring", "any", "tree"};
 //                all-gather writes. The call has one result. If the offset is not 0, an all-gather's second operand
 //                is the array with the earlier parts. Further operands are not read: they make the call wait, and
 //                keep XLA from reusing their buffers before it. If the ranks are in one process, the result may be
-//                float32 with another operand type: an all-gather decodes int8 as packets (fold_kernels.h) and widens
+//                float32 with another operand type: an all-gather decodes int8 as packets (element.h) and widens
 //                16-bit floats, and a reduce-scatter leaves the sum of 16-bit floats unrounded.
 //   rounds_to    string: empty, or the type, float16 or bfloat16, to which a reduce-scatter of a part rounds float32
 //                before the addition

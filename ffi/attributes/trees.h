@@ -17,6 +17,23 @@ struct Trees {
   int num_results = 1;         // the largest number of roots in a group
 };
 
+// The tree of a group whose members are these of the `size` ranks that hold equally many of the shards. Throws
+// std::invalid_argument if there is none.
+inline Tree tree_of(int64_t shards, int64_t size, const std::vector<int64_t>& members) {
+  if (size < 1 || shards < size || shards % size != 0 || shards > (1 << 24)) {
+    throw std::invalid_argument(std::to_string(size) + " ranks cannot hold equally many of " + std::to_string(shards) +
+                                " shards");
+  }
+  std::vector<int> ranks;
+  for (int64_t rank : members) {
+    if (rank < 0 || rank >= size || (!ranks.empty() && rank <= ranks.back())) {
+      throw std::invalid_argument("the members of a group are not ranks of its tree in ascending order");
+    }
+    ranks.push_back(static_cast<int>(rank));
+  }
+  return Tree(static_cast<int>(shards), static_cast<int>(size), ranks);
+}
+
 // group_sizes, tree_shards, tree_sizes: by group, the numbers of its members, of the shards in its tree, and of the
 // ranks that hold these. There are more such ranks than members if some are on other hosts. tree_ranks: the members'
 // places among them, group after group. All but the first are empty with other orders.
@@ -34,20 +51,9 @@ inline Trees trees_of(const Plan& plan, const std::vector<int64_t>& group_sizes,
   }
   size_t next = 0;
   for (size_t group = 0; group < group_sizes.size(); ++group) {
-    const int64_t shards = tree_shards[group], size = tree_sizes[group];
-    if (size < 1 || shards < size || shards % size != 0 || shards > (1 << 24)) {
-      throw std::invalid_argument("" + std::to_string(size) + " ranks cannot hold equally many of " +
-                                  std::to_string(shards) + " shards");
-    }
-    std::vector<int> ranks;
-    for (const size_t end = next + group_sizes[group]; next < end; ++next) {
-      const int64_t rank = tree_ranks[next];
-      if (rank < 0 || rank >= size || (!ranks.empty() && rank <= ranks.back())) {
-        throw std::invalid_argument("the members of a group are not ranks of its tree in ascending order");
-      }
-      ranks.push_back(static_cast<int>(rank));
-    }
-    trees.of_group.emplace_back(static_cast<int>(shards), static_cast<int>(size), ranks);
+    const auto first = tree_ranks.begin() + next;
+    next += group_sizes[group];
+    trees.of_group.push_back(tree_of(tree_shards[group], tree_sizes[group], {first, tree_ranks.begin() + next}));
     const int roots = static_cast<int>(trees.of_group.back().roots().size());
     if (roots > trees.num_results) trees.num_results = roots;
   }

@@ -75,6 +75,9 @@ class CallError : public std::runtime_error {
 // This process's latest failures.
 class CallFailures {
  public:
+  // The name of the capsule that brings them to another module. One of another name is refused.
+  static constexpr const char* kCapsule = "jax_ring.CallFailures";
+
   static CallFailures& instance() { return *current().load(); }
   // For a Python module with its own copy of this code: use another module's failures, so that no number comes twice.
   static void share(CallFailures* all) { current().store(all); }

@@ -1,6 +1,7 @@
 // element.h: widens each element type to its accumulator and rounds it back, on host and device.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -201,5 +202,10 @@ using Float8E4M3FN = SmallFloat<uint8_t, 4, 3, 7, Specials::finite>;
 using Float8E4M3B11FNUZ = SmallFloat<uint8_t, 4, 3, 11, Specials::finite_nuz>;
 using Float8E4M3FNUZ = SmallFloat<uint8_t, 4, 3, 8, Specials::finite_nuz>;
 using Float8E5M2FNUZ = SmallFloat<uint8_t, 5, 2, 16, Specials::finite_nuz>;
+
+// Floats in scale groups of 8-bit codes, as defined in jax_ring/collectives/scale_groups.py. A packet holds a group's
+// codes, then its scale, a float32.
+constexpr size_t kGroupElements = 256;
+constexpr size_t kPacketBytes = kGroupElements + sizeof(float);
 
 }  // namespace jax_ring

@@ -29,7 +29,9 @@ NB_MODULE(_cuda_kernels, m) {
 
   m.def("fingerprint", [] { return JAX_RING_FINGERPRINT; }, "The fingerprint of the sources that this was built from.");
 
-  m.def("gpus", [] { return nb::capsule(static_cast<void*>(&gpus())); }, "The GPUs of this machine, for `_ffi_cuda`.");
+  m.def(
+      "gpus", [] { return nb::capsule(static_cast<void*>(&gpus()), jax_ring::gpu::Gpus::kCapsule); },
+      "The GPUs of this machine, for `_ffi_cuda`.");
 
   m.def(
       "device_count",

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "attributes/trees.h"
 #include "base/call_failure.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/launch/handler.h"
@@ -100,8 +101,8 @@ NB_MODULE(_ffi_cuda, m) {
 
   m.def(
       "serves_tree",
-      [](int num_shards, int num_ranks, const std::vector<int>& ranks) {
-        const jax_ring::Tree tree(num_shards, num_ranks, ranks);
+      [](int64_t num_shards, int64_t num_ranks, const std::vector<int64_t>& ranks) {
+        const jax_ring::Tree tree = jax_ring::tree_of(num_shards, num_ranks, ranks);
         return jax_ring::TreeCompiler::compile(tree, static_cast<int>(tree.roots().size())).has_value();
       },
       "num_shards"_a, "num_ranks"_a, "ranks"_a,
@@ -113,14 +114,15 @@ NB_MODULE(_ffi_cuda, m) {
   m.def(
       "share_failures",
       [](const nb::capsule& failures) {
-        jax_ring::CallFailures::share(static_cast<jax_ring::CallFailures*>(failures.data()));
+        jax_ring::CallFailures::share(
+            static_cast<jax_ring::CallFailures*>(failures.data(jax_ring::CallFailures::kCapsule)));
       },
       "failures"_a, "Keeps failures from now on with those of another module.");
 
   m.def(
       "set_gpus",
       [](const nb::capsule& gpus) {
-        Communicators::instance().set_gpus(static_cast<jax_ring::gpu::Gpus*>(gpus.data()));
+        Communicators::instance().set_gpus(static_cast<jax_ring::gpu::Gpus*>(gpus.data(jax_ring::gpu::Gpus::kCapsule)));
       },
       "gpus"_a, "Sets the GPUs of this machine, from the module of the kernels.");
 

@@ -2,10 +2,13 @@
 #include "xla_cpu/calls_of_xla.h"
 
 #include <algorithm>
-#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 #include <utility>
 
+#include "attributes/operands.h"
 #include "base/describe.h"
 
 namespace jax_ring::cpu {
@@ -54,9 +57,14 @@ std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> 
                                     ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
   size_t begin = 0;
   for (const int64_t size : group_sizes) {
-    const size_t end = std::min(begin + static_cast<size_t>(size), std::min(members.size(), processes.size()));
-    const auto* const first = members.begin() + begin;
-    if (std::find(first, members.begin() + end, partition) != members.begin() + end) {
+    const size_t left = std::min(members.size(), processes.size()) - begin;
+    if (size < 0 || static_cast<size_t>(size) > left) {
+      throw std::invalid_argument("a group of " + std::to_string(size) + " of the " + std::to_string(left) +
+                                  " members that are left");
+    }
+    const size_t end = begin + static_cast<size_t>(size);
+    const auto* const last = members.begin() + end;
+    if (std::find(members.begin() + begin, last, partition) != last) {
       return {processes.begin() + begin, processes.begin() + end};
     }
     begin = end;
@@ -67,23 +75,18 @@ std::vector<int64_t> processes_with(int64_t partition, ffi::Span<const int64_t> 
 ffi::Error execute(ffi::RunId run, ffi::BufferR0<ffi::U32> partition, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    int64_t begins, std::string_view call, std::string_view site, ffi::Span<const int64_t> members,
                    ffi::Span<const int64_t> processes, ffi::Span<const int64_t> group_sizes) {
-  if (args.size() != rets.size()) {
-    return ffi::Error::InvalidArgument("jax_ring: jax_ring.between_hosts needs one result per operand");
-  }
-  for (size_t i = 0; i < args.size(); ++i) {
-    const ffi::AnyBuffer from = *args.get<ffi::AnyBuffer>(i);
-    ffi::AnyBuffer to = **rets.get<ffi::AnyBuffer>(i);
-    if (to.untyped_data() != from.untyped_data()) {
-      std::memcpy(to.untyped_data(), from.untyped_data(), from.size_bytes());
-    }
-  }
   const int64_t rank = *partition.typed_data();
-  if (begins != 0) {
-    CallsOfXla::instance().begin({run.run_id, rank, std::string(call), describe(call, site),
-                                  processes_with(rank, members, processes, group_sizes),
-                                  std::chrono::steady_clock::now()});
-  } else {
-    CallsOfXla::instance().end(run.run_id, rank, call);
+  try {
+    copy_operands(args, rets);
+    if (begins != 0) {
+      CallsOfXla::instance().begin({run.run_id, rank, std::string(call), describe(call, site),
+                                    processes_with(rank, members, processes, group_sizes),
+                                    std::chrono::steady_clock::now()});
+    } else {
+      CallsOfXla::instance().end(run.run_id, rank, call);
+    }
+  } catch (const std::exception& error) {
+    return ffi::Error::InvalidArgument(std::string(call) + ": " + error.what());
   }
   return ffi::Error::Success();
 }

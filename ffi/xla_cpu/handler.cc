@@ -182,7 +182,7 @@ Result execute(Api api, CallSite* site, ffi::RunId run, ffi::ThreadPool pool, ff
     message.conversion = {};
     participant.inputs.clear();
     participant.outputs.clear();
-    decode(site->call, groups.size(group), args, rets, message, participant);
+    decode(site->call, group, args, rets, message, participant);
     const bool is_within = message.conversion.kernel != nullptr || message.blocks_apart;
     if (is_within && site->groups[group].has_value()) {
       throw std::invalid_argument("parts are converted, and blocks are apart, within one process only");

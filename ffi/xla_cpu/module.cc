@@ -57,6 +57,9 @@ jax_ring::DType dtype_named(const std::string& name) {
 // (chunk, hop) at each step that is not idle.
 std::vector<std::pair<uint64_t, int>> ring_hops(bool rank_order, int num_ranks, int rank, uint64_t num_chunks,
                                                 uint64_t lag) {
+  if (num_ranks < 1 || rank < 0 || rank >= num_ranks) {
+    throw std::invalid_argument("there is no rank " + std::to_string(rank) + " of " + std::to_string(num_ranks));
+  }
   const jax_ring::Order order = rank_order ? jax_ring::Order::rank : jax_ring::Order::ring;
   const jax_ring::RingSchedule schedule{order, num_ranks, rank, num_chunks, lag};
   std::vector<std::pair<uint64_t, int>> hops;
@@ -306,7 +309,7 @@ NB_MODULE(_ffi_cpu, m) {
         "(number, code, kind, process, rank, cause, text) of a failure of this process; None if it is not kept.");
 
   m.def(
-      "failures", [] { return capsule_of(&jax_ring::CallFailures::instance()); },
+      "failures", [] { return nb::capsule(&jax_ring::CallFailures::instance(), jax_ring::CallFailures::kCapsule); },
       "The failures of this process, for the module of the CUDA engine.");
 
   m.def(

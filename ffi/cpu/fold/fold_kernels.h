@@ -30,11 +30,6 @@ struct Inputs : BufferSlices<const void*> {
 // if the CPU has them; the outputs must then be aligned to 64 bytes.
 using FoldKernel = void (*)(const Inputs& inputs, const Outputs& outputs, size_t count, bool streaming);
 
-// Floats in scale groups of 8-bit codes, as defined in jax_ring/collectives/scale_groups.py. A packet holds a group's
-// codes, then its scale, a float32.
-constexpr size_t kGroupElements = 256;
-constexpr size_t kPacketBytes = kGroupElements + sizeof(float);
-
 // Unrounded sums of 16-bit floats. The sum of a single one is its value.
 struct SumsInFloat32 {
   FoldKernel stored;   // of stored 16-bit floats

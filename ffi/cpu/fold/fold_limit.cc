@@ -7,6 +7,8 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -25,6 +27,7 @@ using Buffer = std::unique_ptr<void, Free>;
 Buffer make_buffer(size_t num_bytes) {
   const size_t whole_pages = (num_bytes + kPage - 1) / kPage * kPage;
   Buffer buffer(std::aligned_alloc(kPage, whole_pages));
+  if (buffer == nullptr) throw std::bad_alloc();
   std::memset(buffer.get(), 0, whole_pages);  // touches every page
   return buffer;
 }
@@ -32,6 +35,7 @@ Buffer make_buffer(size_t num_bytes) {
 }  // namespace
 
 double fold_limit_seconds(int num_ranks, size_t num_bytes, int num_threads, int repeats, DType dtype) {
+  if (num_ranks < 1 || num_threads < 1) throw std::invalid_argument("a fold needs a rank and a thread");
   std::vector<Buffer> buffers;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;

@@ -58,6 +58,12 @@ ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
   return places_[partition];
 }
 
+ReplicaGroups::Place ReplicaGroups::local_place(int64_t partition) const {
+  const Place found = place(partition);
+  if (is_local(found.group, found.rank)) return found;
+  throw std::invalid_argument("partition " + std::to_string(partition) + " is in another process");
+}
+
 std::unique_ptr<Rendezvous> RendezvousPool::acquire() {
   std::lock_guard<Mutex> lock(mutex_);
   if (free_.empty()) return std::make_unique<Rendezvous>();
@@ -108,7 +114,7 @@ RendezvousMap::~RendezvousMap() {
 }
 
 RendezvousPtr RendezvousMap::arrive(int64_t run_id, int64_t partition, Participant&& participant) {
-  const ReplicaGroups::Place place = groups_.place(partition);
+  const ReplicaGroups::Place place = groups_.local_place(partition);
   const size_t num_ranks = groups_.size(place.group);
   const size_t num_operands = participant.inputs.size();
   std::unique_lock<Mutex> lock(mutex_);
@@ -151,7 +157,7 @@ RendezvousPtr RendezvousMap::arrive_alone(int64_t run_id, int64_t partition, Par
     done(failure.get());
     return nullptr;
   }
-  const ReplicaGroups::Place place = groups_.place(partition);
+  const ReplicaGroups::Place place = groups_.local_place(partition);
   RendezvousPtr rendezvous = open(run_id, place, participant.inputs.size(), std::move(used));
   add(*rendezvous, place, std::move(participant));
   return rendezvous;

@@ -89,6 +89,9 @@ class ReplicaGroups {
 
   // Throws std::out_of_range if no group contains the partition.
   Place place(int64_t partition) const;
+  // Also throws std::invalid_argument if it is in another process. A group would be complete without the rank that
+  // it waits for.
+  Place local_place(int64_t partition) const;
   bool contains(int64_t partition) const;
   const std::vector<int64_t>& members(int group) const { return members_[group]; }
   int size(int group) const { return static_cast<int>(members_[group].size()); }
@@ -129,7 +132,7 @@ class RendezvousMap {
   // Adds the participant to its rendezvous. Returns the rendezvous if this was the last rank of this process to arrive,
   // else null. The caller then owns the rendezvous and must complete every participant. Moves only `done`: the
   // participant's vectors stay with the caller for its next call. Throws std::invalid_argument if the participant has a
-  // different number of operands from earlier ones.
+  // different number of operands from earlier ones, or is in another process.
   RendezvousPtr arrive(int64_t run_id, int64_t partition, Participant&& participant);
 
   // `arrive` for a group's only rank in this process: the rendezvous is complete at once. used: a cleared rendezvous,

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "attributes/attributes.h"
+#include "attributes/operands.h"
 #include "attributes/xla_error.h"
-#include "attributes/xla_types.h"
 #include "cuda/groups/communicators.h"
 #include "cuda/groups/watcher.h"
 #include "cuda/launch/first_run.h"
@@ -65,11 +65,11 @@ void find_ranks_of_this_process(Instance& instance) {
     }
     if (names.empty()) continue;
     all.insert(all.end(), names.begin(), names.end());
-    group.launching = std::make_unique<FirstRun>("ready to launch " + instance.text, names);
-    group.launched = std::make_unique<FirstRun>("done with launching " + instance.text, names);
+    group.launching = std::make_unique<FirstRun>("ready to launch " + instance.call.text, names);
+    group.launched = std::make_unique<FirstRun>("done with launching " + instance.call.text, names);
   }
-  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.text, all);
-  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.text, all);
+  instance.initializing = std::make_unique<FirstRun>("ready to connect for " + instance.call.text, all);
+  instance.initialized = std::make_unique<FirstRun>("connected for " + instance.call.text, all);
 }
 
 // This GPU's place in the call. Touches no GPU.
@@ -109,7 +109,7 @@ const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordin
     if (own == nullptr || (own->is_retired() && instance.ranks.empty())) own = communicator;
     communicator = own;
   }
-  communicator->name_call(instance.site.fingerprint(), instance.text);
+  communicator->name_call(instance.site.fingerprint(), instance.call.text);
   all.connect(*communicator, instance.site.lane);
   start_reporting_failures();
   const std::lock_guard<std::mutex> lock(instance.mutex);
@@ -122,12 +122,13 @@ const Instance::Rank* connect(Instance& instance, Instance::Rank rank, int ordin
 CallFailurePtr failure_of(const Instance& instance, const Instance::Rank& rank) {
   Communicator& communicator = *rank.group->communicator;
   if (communicator.is_retired()) {
-    return numbered(CallFailure::of(
-        CallFailure::Kind::released,
-        instance.text + ": this program was compiled before its group of GPUs was forgotten, by "
-                        "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
-                        "jax.clear_caches(), so that it is compiled again.",
-        ErrorCode::failed_precondition));
+    return numbered(
+        CallFailure::of(CallFailure::Kind::released,
+                        instance.call.text +
+                            ": this program was compiled before its group of GPUs was forgotten, by "
+                            "jax_ring.runtime.forget_gpu_groups() or since jax.distributed was initialized again. Call "
+                            "jax.clear_caches(), so that it is compiled again.",
+                        ErrorCode::failed_precondition));
   }
   CallFailurePtr failure = communicator.call_failure(Communicators::instance().deadline());
   if (failure != nullptr) communicator.should_report();  // this error reports it
@@ -137,7 +138,7 @@ CallFailurePtr failure_of(const Instance& instance, const Instance::Rank& rank) 
 ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::RemainingArgs, ffi::RemainingRets,
                       ffi::Dictionary) {
   if (ordinal < 0 || ordinal >= kMaxOrdinals) {
-    return new_error(ErrorCode::internal, instance->text + ": the CUDA ordinal " + std::to_string(ordinal) +
+    return new_error(ErrorCode::internal, instance->call.text + ": the CUDA ordinal " + std::to_string(ordinal) +
                                               " is not below " + std::to_string(kMaxOrdinals));
   }
   Communicators& all = Communicators::instance();
@@ -167,45 +168,22 @@ ffi::Error initialize(Instance* instance, ffi::RunId run, int32_t ordinal, ffi::
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     fail(error.what());
-    return new_error(ErrorCode::internal, instance->text + ": " + error.what());
+    return new_error(ErrorCode::internal, instance->call.text + ": " + error.what());
   }
 }
 
 // ---- Execute --------------------------------------------------------------------------------------------------------
 
-// Kernels write exactly these sizes. tree: of the group, or null.
-void check_sizes(const Plan& plan, int num_ranks, const TreeProgram* tree, const ffi::AnyBuffer& input,
-                 const ffi::AnyBuffer& result) {
-  const bool scatters = plan.collective == Collective::reduce_scatter;
-  const size_t slots = tree == nullptr ? 1 : tree->num_slots;
-  const size_t sums = tree != nullptr && scatters ? tree->num_results : 1;
-  const size_t inputs = input.element_count(), results = result.element_count();
-  const size_t expected = sums * result_count(plan, num_ranks, inputs / slots);
-  const bool divides = inputs % (slots * num_input_blocks(plan, num_ranks)) == 0;
-  if (divides && results == expected) return;
-  throw std::invalid_argument("an operand of " + std::to_string(inputs) + " elements in " + std::to_string(slots) +
-                              (slots == 1 ? " slot" : " slots") + " does not have a result of " +
-                              std::to_string(results) + " elements" +
-                              (divides ? ", but of " + std::to_string(expected) : "") + " in a group of " +
-                              std::to_string(num_ranks) + " GPUs");
-}
-
 void launch(const Instance& instance, const Instance::Rank& rank, Stream stream, ffi::RemainingArgs args,
             ffi::RemainingRets rets) {
-  if (args.size() == 0 || args.size() != rets.size()) {
-    throw std::invalid_argument("a call needs one result per operand, and at least one operand; it has " +
-                                std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) +
-                                " results");
-  }
+  const EngineType type = check_operands(instance.call, rank.group - instance.groups.data(), args, rets);
   Communicators& all = Communicators::instance();
   Gpus& gpus = all.gpus();
-  const NamedRange range(gpus, instance.text.c_str());
-  const EngineType type = engine_type_of(instance.site.plan, args.get<ffi::AnyBuffer>(0)->element_type());
+  const NamedRange range(gpus, instance.call.text.c_str());
   const TreeProgram* const tree = rank.group->tree.has_value() ? &*rank.group->tree : nullptr;
   std::vector<Buffer> buffers;
   for (size_t i = 0; i < args.size(); ++i) {
     const ffi::AnyBuffer input = *args.get<ffi::AnyBuffer>(i), result = **rets.get<ffi::AnyBuffer>(i);
-    check_sizes(instance.site.plan, static_cast<int>(rank.group->members.size()), tree, input, result);
     buffers.push_back({input.untyped_data(), result.untyped_data(), input.size_bytes()});
   }
   const std::vector<Launch> launches = launches_of(*rank.group->communicator, rank.rank, instance.site,
@@ -226,7 +204,7 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
   const Instance::Rank* rank =
       ordinal < 0 || ordinal >= kMaxOrdinals ? nullptr : instance->rank_of[ordinal].load(std::memory_order_acquire);
   if (rank == nullptr) {
-    return new_error(ErrorCode::internal, instance->text + ": executed on the GPU with CUDA ordinal " +
+    return new_error(ErrorCode::internal, instance->call.text + ": executed on the GPU with CUDA ordinal " +
                                               std::to_string(ordinal) + ", which has not been initialized");
   }
   FirstRun &launching = *rank->group->launching, &launched = *rank->group->launched;
@@ -254,7 +232,7 @@ ffi::Error execute(Instance* instance, ffi::RunId run, Stream stream, int32_t or
     return ffi::Error::Success();
   } catch (const std::exception& error) {
     fail(error.what());
-    return new_error(ErrorCode::internal, instance->text + ": " + error.what());
+    return new_error(ErrorCode::internal, instance->call.text + ": " + error.what());
   }
 }
 

@@ -2,6 +2,7 @@
 #include "cuda/launch/instance.h"
 
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace jax_ring::gpu {
@@ -10,7 +11,8 @@ xla::ffi::TypeId Instance::id = {};
 
 namespace {
 
-void add_groups(Instance& instance, const Attributes& call) {
+void add_groups(Instance& instance) {
+  const Attributes& call = instance.call;
   size_t next = 0;
   for (size_t i = 0; i < call.group_sizes.size(); ++i) {
     if (call.group_sizes[i] > kMaxRanks) {
@@ -26,7 +28,8 @@ void add_groups(Instance& instance, const Attributes& call) {
 }
 
 // Compiles the groups' trees for the kernels.
-void add_trees(Instance& instance, const Trees& trees) {
+void add_trees(Instance& instance) {
+  const Trees& trees = instance.call.trees;
   if (!folds_along_tree(instance.site.plan)) return;
   if (instance.site.op != Op::sum) throw std::invalid_argument("only sums have the order 'tree'");
   if (instance.site.algorithm == Algorithm::ring) {
@@ -48,6 +51,7 @@ void add_trees(Instance& instance, const Trees& trees) {
 }  // namespace
 
 std::unique_ptr<Instance> instance_of(Attributes call) {
+  const std::string text = call.text;
   try {
     if (call.plan.collective == Collective::ragged_all_to_all || call.part) {
       throw std::invalid_argument(
@@ -57,15 +61,15 @@ std::unique_ptr<Instance> instance_of(Attributes call) {
       throw std::invalid_argument("the lane is " + std::to_string(call.lane) + ", and there are " +
                                   std::to_string(kLanes) + ", numbered from 0");
     }
-    auto instance = std::make_unique<Instance>();
-    instance->site = {call.call, call.plan, call.op, call.algorithm, static_cast<int>(call.lane)};
-    add_groups(*instance, call);
-    add_trees(*instance, call.trees);
-    instance->sources = std::move(call.sources);
-    instance->text = call.text;
+    if (call.blocks_apart) throw std::invalid_argument("the kernels have no blocks that are apart");
+    auto instance = std::make_unique<Instance>(std::move(call));
+    const Attributes& kept = instance->call;
+    instance->site = {kept.call, kept.plan, kept.op, kept.algorithm, static_cast<int>(kept.lane)};
+    add_groups(*instance);
+    add_trees(*instance);
     return instance;
   } catch (const std::exception& error) {
-    throw std::invalid_argument(call.text + ": " + error.what());
+    throw std::invalid_argument(text + ": " + error.what());
   }
 }
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "attributes/attributes.h"
@@ -42,9 +42,10 @@ struct Instance {
     int index;  // among this process's GPUs in the call
   };
 
+  explicit Instance(Attributes attributes) : call(std::move(attributes)) {}
+
+  const Attributes call;
   CallSite site;
-  std::vector<int> sources;  // of the site's plan
-  std::string text;          // for error messages
   std::vector<Group> groups;
 
   // By CUDA ordinal; null until the GPU's group is connected. Executions read it without a lock.

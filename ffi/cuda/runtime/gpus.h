@@ -22,6 +22,9 @@ struct Identity {
 // An interface: the kernels and the CUDA runtime are in a separate module, which not every build has.
 class Gpus : public PeerMemory {
  public:
+  // The name of the capsule that brings them to the other module. One of another name is refused.
+  static constexpr const char* kCapsule = "jax_ring.Gpus";
+
   // The GPUs that this process sees, by CUDA ordinal. Creates no context.
   virtual std::vector<Identity> identities() = 0;
 

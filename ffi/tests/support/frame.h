@@ -19,7 +19,8 @@ struct XLA_FFI_Error {
 
 namespace jax_ring::testing {
 
-using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>>;
+// Numbers of 32 bits are of no attribute of jax_ring.
+using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<int32_t>>;
 using Attributes = std::map<std::string, Attribute>;
 
 // Attributes of a jax_ring call, a sum unless it is another collective, with all ranks in one group of process 0.
@@ -119,12 +120,18 @@ class Frame {
       strings_.push_back({text->data(), text->size()});
       attribute_types_.push_back(XLA_FFI_AttrType_STRING);
       values_.push_back(&strings_.back());
+    } else if (const auto* numbers = std::get_if<std::vector<int64_t>>(&value)) {
+      add(XLA_FFI_DataType_S64, *numbers);
     } else {
-      const auto& numbers = std::get<std::vector<int64_t>>(value);
-      arrays_.push_back({XLA_FFI_DataType_S64, numbers.size(), const_cast<int64_t*>(numbers.data())});
-      attribute_types_.push_back(XLA_FFI_AttrType_ARRAY);
-      values_.push_back(&arrays_.back());
+      add(XLA_FFI_DataType_S32, std::get<std::vector<int32_t>>(value));
     }
+  }
+
+  template <class T>
+  void add(XLA_FFI_DataType dtype, const std::vector<T>& numbers) {
+    arrays_.push_back({dtype, numbers.size(), const_cast<T*>(numbers.data())});
+    attribute_types_.push_back(XLA_FFI_AttrType_ARRAY);
+    values_.push_back(&arrays_.back());
   }
 
   void add(std::vector<FrameBuffer>& buffers, std::vector<void*>& to) {

@@ -21,162 +21,24 @@
 
 #include "cpu/fold/fold_kernels.h"
 #include "cpu/waiting/wait_mode_tuner.h"
-#include "tests/support/frame.h"
-#include "tests/support/support.h"
-#include "tests/support/workers.h"
-
-// Opaque to handlers.
-struct XLA_FFI_ExecutionContext {
-  int64_t run_id;
-  void* state;
-  jax_ring::cpu::Workers* workers;
-};
-
-struct XLA_FFI_Future {
-  jax_ring::cpu::testing::Outcome outcome;
-};
+#include "tests/support/xla_calls.h"
+#include "xla_cpu/calls_of_xla.h"
 
 namespace jax_ring::cpu::testing {
 namespace {
 
-using jax_ring::testing::Attributes;
-using jax_ring::testing::Frame;
-using jax_ring::testing::FrameBuffer;
-using jax_ring::testing::take_message;
-
-// ---- XLA's side ---------------------------------------------------------------------------------------------------
-
-const XLA_FFI_Api& api() {
-  static const XLA_FFI_Api all = [] {
-    XLA_FFI_Api api = jax_ring::testing::api_for_errors();
-    api.XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) {
-      args->run_id = args->ctx->run_id;
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_State_Set = [](XLA_FFI_State_Set_Args* args) {
-      args->ctx->state = args->state;
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_State_Get = [](XLA_FFI_State_Get_Args* args) {
-      args->state = args->ctx->state;
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) {
-      *args->num_threads = args->ctx->workers->num_threads();
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) {
-      args->ctx->workers->schedule([task = args->task, data = args->data] { task(data); });
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_Future_Create = [](XLA_FFI_Future_Create_Args* args) {
-      args->future = new XLA_FFI_Future;
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_Future_SetAvailable = [](XLA_FFI_Future_SetAvailable_Args* args) {
-      args->future->outcome.completion()(nullptr);
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    api.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
-      const std::string message = take_message(args->error);
-      args->future->outcome.completion()(failure_with(message).get());
-      return static_cast<XLA_FFI_Error*>(nullptr);
-    };
-    // XLA's action when the type is registered.
-    call_site_type_id()->type_id = 1;
-    return api;
-  }();
+// The attributes of a call whose ranks are one group in this process.
+Attributes attributes_of(const std::string& collective, int num_ranks, std::vector<int64_t> part = {},
+                         bool blocks_apart = false) {
+  Attributes all = jax_ring::testing::call_attributes(num_ranks, collective);
+  all["part"] = std::move(part);
+  all["blocks_apart"] = int64_t{blocks_apart};
   return all;
-}
-
-// XLA's pool. If its queue is full, it runs a task at once, on the scheduling thread.
-class Pool final : public Workers {
- public:
-  explicit Pool(bool is_full) : is_full_(is_full) {}
-  int num_threads() const override { return threads_.num_threads(); }
-  void schedule(std::function<void()> task) override {
-    if (is_full_) return task();
-    threads_.schedule(std::move(task));
-  }
-
- private:
-  const bool is_full_;
-  Threads threads_;
-};
-
-// One rank's side of a call. Destroyed once it is done.
-class Execution {
- public:
-  Execution(void* state, const Attributes& attributes, int rank, int64_t run_id, std::vector<FrameBuffer> operands,
-            std::vector<FrameBuffer> results, bool pool_is_full)
-      : rank_(rank),
-        context_{run_id, state, &pool_},
-        frame_(api(), context_, XLA_FFI_ExecutionStage_EXECUTE, attributes, with_rank(std::move(operands)),
-               std::move(results)),
-        pool_(pool_is_full) {
-    error_ = take_message(collective_execute(frame_.get()));
-    future_.reset(frame_.get()->future);
-  }
-
-  // The error's message, or an empty string.
-  std::string wait() const {
-    if (future_ == nullptr || !error_.empty()) return error_;
-    return future_->outcome.wait() ? future_->outcome.error() : "a rank was not completed";
-  }
-
- private:
-  std::vector<FrameBuffer> with_rank(std::vector<FrameBuffer> operands) {
-    operands.insert(operands.begin(), {XLA_FFI_DataType_U32, &rank_, {}});
-    return operands;
-  }
-
-  uint32_t rank_;
-  XLA_FFI_ExecutionContext context_;
-  Frame frame_;
-  std::unique_ptr<XLA_FFI_Future> future_;
-  std::string error_;
-  Pool pool_;  // the first to be destroyed; waits for its threads
-};
-
-// One custom call of a program. Its ranks are one group in this process.
-class Instruction {
- public:
-  Instruction(const std::string& collective, int num_ranks, std::vector<int64_t> part = {}, bool blocks_apart = false)
-      : attributes_(jax_ring::testing::call_attributes(num_ranks, collective)) {
-    attributes_["part"] = std::move(part);
-    attributes_["blocks_apart"] = int64_t{blocks_apart};
-    XLA_FFI_ExecutionContext context{0, nullptr, nullptr};
-    Frame frame(api(), context, XLA_FFI_ExecutionStage_INSTANTIATE, attributes_);
-    const std::string error = take_message(collective_instantiate(frame.get()));
-    if (!error.empty()) throw std::runtime_error(error);
-    state_ = context.state;
-  }
-  ~Instruction() { call_site_type_info()->deleter(state_); }
-  Instruction(const Instruction&) = delete;
-  Instruction& operator=(const Instruction&) = delete;
-
-  // The error of a rank's call, or an empty string.
-  std::string call(int rank, int64_t run_id, std::vector<FrameBuffer> operands, std::vector<FrameBuffer> results,
-                   bool pool_is_full = false) const {
-    return Execution(state_, attributes_, rank, run_id, std::move(operands), std::move(results), pool_is_full).wait();
-  }
-
- private:
-  Attributes attributes_;
-  void* state_ = nullptr;
-};
-
-// Runs body(rank) on a thread for each rank.
-template <class Body>
-void as_ranks(int num_ranks, Body body) {
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < num_ranks; ++rank) ranks.emplace_back([body, rank] { body(rank); });
-  for (std::thread& rank : ranks) rank.join();
 }
 
 TEST(Handler, SumsTheRanksOperands) {
   constexpr int kRanks = 3;
-  const Instruction sum("all_reduce", kRanks);
+  const Instruction sum(attributes_of("all_reduce", kRanks));
   as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
     std::vector<float> operand(100, static_cast<float>(1 << rank)), result(100);
     EXPECT_EQ(sum.call(rank, run_id, {{XLA_FFI_DataType_F32, operand.data(), {100}}},
@@ -190,7 +52,7 @@ TEST(Handler, SumsTheRanksOperands) {
 TEST(Handler, ExchangesBlocksThatAreApart) {
   for (int64_t count : {int64_t{5}, int64_t{1} << 17}) {
     constexpr int kRanks = 3;
-    const Instruction exchange("all_to_all", kRanks, {}, true);
+    const Instruction exchange(attributes_of("all_to_all", kRanks, {}, true));
     as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
       std::vector<std::vector<float>> blocks, results(kRanks, std::vector<float>(count));
       std::vector<FrameBuffer> in, out;
@@ -206,34 +68,95 @@ TEST(Handler, ExchangesBlocksThatAreApart) {
 }
 
 TEST(Handler, RefusesBlocksApartThatDoNotFit) {
-  const Instruction exchange("all_to_all", 2, {}, true);
+  const Instruction exchange(attributes_of("all_to_all", 2, {}, true));
   float a[3] = {}, b[3] = {}, c[3] = {}, d[3] = {};
   const FrameBuffer three{XLA_FFI_DataType_F32, a, {3}}, two{XLA_FFI_DataType_F32, b, {2}},
-      result{XLA_FFI_DataType_F32, c, {3}}, other{XLA_FFI_DataType_F32, d, {3}};
-  EXPECT_NE(exchange.call(0, next_run_id(), {three}, {result}).find("1 operands for 2 ranks"), std::string::npos);
+      result{XLA_FFI_DataType_F32, c, {3}}, other{XLA_FFI_DataType_F32, d, {2}};
+  EXPECT_NE(exchange.call(0, next_run_id(), {three}, {result}).find("one for each of the 2 ranks; it has 1 operands"),
+            std::string::npos);
   EXPECT_NE(exchange.call(0, next_run_id(), {three, two}, {result, other}).find("the blocks differ in their size"),
             std::string::npos);
 }
 
-// A write beyond a result, or a gap in it, is refused before the ranks meet.
+// A write beyond a result, or a gap in it, is refused before the ranks meet. Other rules are in operands_test.cc.
 TEST(Handler, RefusesResultsOfAnotherSize) {
   for (const char* collective : {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}) {
-    const Instruction call(collective, 1);
+    const Instruction call(attributes_of(collective, 1));
     for (int64_t size : {99, 101}) {
       std::vector<float> operand(100), result(101);
       const std::string error = call.call(0, next_run_id(), {{XLA_FFI_DataType_F32, operand.data(), {100}}},
                                           {{XLA_FFI_DataType_F32, result.data(), {size}}});
-      EXPECT_NE(error.find("the size of a result does not match its operand and the group size"), std::string::npos)
+      EXPECT_NE(error.find("the result of such an operand has 100 elements"), std::string::npos)
           << collective << ", " << size << ": " << error;
     }
   }
 }
 
+// A call whose other ranks are all elsewhere would be complete at once, without their operands.
+TEST(Handler, RefusesARankOfAnotherProcess) {
+  Attributes all = attributes_of("all_reduce", 2);
+  all["processes"] = std::vector<int64_t>{5, 5};
+  const Instruction sum(all);
+  float operand = 1, result = 0;
+  EXPECT_NE(sum.call(1, next_run_id(), {{XLA_FFI_DataType_F32, &operand, {1}}}, {{XLA_FFI_DataType_F32, &result, {1}}})
+                .find("partition 1 is in another process"),
+            std::string::npos);
+}
+
+// ---- The notes around XLA's collectives -----------------------------------------------------------------------------
+
+std::string between_hosts(const Attributes& changes, std::vector<FrameBuffer> operands,
+                          std::vector<FrameBuffer> results) {
+  using Numbers = std::vector<int64_t>;
+  Attributes all = changes;
+  all.merge(Attributes{{"begins", int64_t{1}},
+                       {"call", "the call"},
+                       {"site", ""},
+                       {"members", Numbers{0, 1}},
+                       {"processes", Numbers{0, 5}},
+                       {"group_sizes", Numbers{2}}});
+  uint32_t rank = 0;
+  operands.insert(operands.begin(), {XLA_FFI_DataType_U32, &rank, {}});
+  XLA_FFI_ExecutionContext context{next_run_id(), nullptr, nullptr};
+  Frame frame(api(), context, XLA_FFI_ExecutionStage_EXECUTE, all, std::move(operands), std::move(results));
+  const std::string error = take_message(between_hosts_execute(frame.get()));
+  for (const CallOfXla& call : CallsOfXla::instance().take()) {
+    EXPECT_EQ(call.processes, (Numbers{0, 5}));
+  }
+  return error;
+}
+
+TEST(BetweenHosts, CopiesOperandsThatFit) {
+  float from[] = {1, 2, 3}, to[] = {0, 0, 0};
+  const std::vector<FrameBuffer> operand{{XLA_FFI_DataType_F32, from, {3}}};
+  EXPECT_EQ(between_hosts({}, operand, {{XLA_FFI_DataType_F32, to, {3}}}), "");
+  EXPECT_EQ(to[2], 3);
+  const std::string error = between_hosts({}, operand, {{XLA_FFI_DataType_S8, to, {3}}});
+  EXPECT_NE(error.find("operand 0 is float32[3], result 0 is int8[3]"), std::string::npos) << error;
+  EXPECT_NE(between_hosts({}, operand, {{XLA_FFI_DataType_F32, to, {2}}}).find("they must have one size"),
+            std::string::npos);
+  EXPECT_NE(between_hosts({}, operand, {}).find("it has 1 operands and 0 results"), std::string::npos);
+  // XLA packs two of these into a byte.
+  unsigned char packed[] = {0x21, 0x43}, copy[] = {0, 0};
+  EXPECT_EQ(between_hosts({}, {{XLA_FFI_DataType_S4, packed, {3}}}, {{XLA_FFI_DataType_S4, copy, {3}}}), "");
+  EXPECT_EQ(copy[1], 0x43);
+}
+
+TEST(BetweenHosts, RefusesGroupsThatAreNotThere) {
+  for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{-1, 3}, {3}, {int64_t{1} << 62}}) {
+    const std::string error = between_hosts({{"group_sizes", sizes}}, {}, {});
+    EXPECT_NE(error.find("of the 2 members that are left"), std::string::npos) << error;
+  }
+}
+
+// ---- Loops
+// -----------------------------------------------------------------------------------------------------------
+
 // Long enough for the ranks to wait on the pool for some of the time.
 void sum_in_a_loop(bool pool_is_full) {
   constexpr int kRanks = 3;
   constexpr WaitModeTuner::Duration kTime = 2 * WaitModeTuner::kRounds * WaitModeTuner::kTime;
-  const Instruction sum("all_reduce", kRanks);
+  const Instruction sum(attributes_of("all_reduce", kRanks));
   std::atomic<int> num_iterations{0};
   as_ranks(kRanks, [&, run_id = next_run_id()](int rank) {
     const auto begin = std::chrono::steady_clock::now();
@@ -257,7 +180,7 @@ TEST(Handler, SumsTheRanksOperandsWhereThePoolIsFull) { sum_in_a_loop(true); }
 
 TEST(Handler, FailsARankWhosePeersDoNotArrive) {
   const ScopedDeadline deadline(0.05);
-  const Instruction sum("all_reduce", 2);
+  const Instruction sum(attributes_of("all_reduce", 2));
   float operand = 1, result = 0;
   const std::string error =
       sum.call(1, next_run_id(), {{XLA_FFI_DataType_F32, &operand, {1}}}, {{XLA_FFI_DataType_F32, &result, {1}}});
@@ -312,8 +235,7 @@ class DecodingGather : public ::testing::TestWithParam<Format> {
             format.make(random, &of_rank[i * format.packet_bytes], &values[values.size() - block_bytes]);
           }
         }
-        calls.push_back(
-            std::make_unique<Instruction>("all_gather", num_ranks, std::vector<int64_t>{begin, size() - begin}));
+        calls.push_back(std::make_unique<Instruction>(attributes_of("all_gather", num_ranks, {begin, size() - begin})));
       }
     }
 
@@ -343,7 +265,7 @@ class DecodingGather : public ::testing::TestWithParam<Format> {
 
   // The error of a rank alone: none of these calls may wait for the others.
   std::string refusal(std::vector<int64_t> part, size_t operand_bytes, size_t size, bool with_array_before = false) {
-    const Instruction gather("all_gather", 2, std::move(part));
+    const Instruction gather(attributes_of("all_gather", 2, std::move(part)));
     Bytes operand(operand_bytes), result(size * GetParam().value_bytes);
     const FrameBuffer array{GetParam().values, result.data(), {static_cast<int64_t>(size)}};
     std::vector<FrameBuffer> taken{{GetParam().packets, operand.data(), {static_cast<int64_t>(operand_bytes)}}};
