@@ -118,9 +118,9 @@ def test_without_a_secret_it_is_said(hosts):
 def test_idle_connections_keep_nobody_out(hosts):
     """Their number and their time are limited, so that files are left; here there are few."""
     right = secrets.token_hex()
-    first = hosts(0, secret=right, starter=["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"])
+    first = hosts(0, secret=right, starter=["sh", "-c", 'ulimit -n 600; exec "$@"', "sh"])
     with contextlib.ExitStack() as stack:
-        for _ in range(400):
+        for _ in range(700):
             stack.enter_context(connection(hosts.ports[0]))
         second = hosts(1, secret=right)
         for launcher in (first, second):

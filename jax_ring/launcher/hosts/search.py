@@ -7,6 +7,7 @@ that of host 0 leads, and a job of one host listens nowhere.
 import asyncio
 import errno
 import math
+import resource
 import secrets
 import time
 
@@ -23,9 +24,10 @@ _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
 _ASK_SECONDS = 1.0
-# How long a connection may take until it is that of a host, and how many may be there so long.
+# How long a connection may take until it is that of a host, and how many may be there so long: no more than this part
+# of the files that the launcher may open.
 _NEWCOMER_SECONDS = 5.0
-_MOST_NEWCOMERS = 64
+_MOST_NEWCOMERS, _PART_OF_FILES = 256, 4
 _QUIET_SECONDS = 5.0  # between lines about newcomers, of which anybody may send any number
 
 
@@ -68,6 +70,9 @@ class Search:
         self._server: asyncio.Server | None = None
         self._said: set[str] = set()
         self._newcomers: dict[asyncio.StreamWriter, None] = {}  # connections that are no host's yet, oldest first
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = _MOST_NEWCOMERS if files == resource.RLIM_INFINITY else files // _PART_OF_FILES
+        self._most_newcomers = min(_MOST_NEWCOMERS, limit)
         self._said_of_newcomers, self._unsaid = -math.inf, 0
         self._other_secrets: list[str] = []  # the launchers that have another secret than this one, when last asked
         self._since = time.monotonic()  # when there were last enough hosts
@@ -179,7 +184,7 @@ class Search:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says to a newcomer who this launcher is, and takes it in if it asks for that."""
         self._newcomers[writer] = None
-        if len(self._newcomers) > _MOST_NEWCOMERS:
+        if len(self._newcomers) > self._most_newcomers:
             oldest = next(iter(self._newcomers))
             del self._newcomers[oldest]
             oldest.transport.abort()
