@@ -30,12 +30,12 @@ while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < until: time.
 
 @pytest.fixture
 def hosts(script):
-    """Starts launchers of two hosts, with an address for each; kills them at the end."""
+    """Starts launchers of several hosts, with an address for each if hosts may change; kills them at the end."""
     with contextlib.ExitStack() as stack:
-        ports = stack.enter_context(reserved_ports(2))
+        ports = stack.enter_context(reserved_ports(3))
 
         def start_host(rank, *options, secret=None, nnodes="2", text="print('here')", starter=(), arguments=()):
-            addresses = ",".join(f"127.0.0.1:{port}" for port in ports[: 2 if ":" in nnodes else 1])
+            addresses = ",".join(f"127.0.0.1:{port}" for port in ports[: int(nnodes[-1]) if ":" in nnodes else 1])
             launcher = start(
                 "-n", "1", "--nnodes", nnodes, "--node-rank", str(rank), "--coordinator", addresses, *options,
                 script(text), *arguments, starter=[*(["env", f"JAX_RING_SECRET={secret}"] if secret else []), *starter],
@@ -85,6 +85,18 @@ def test_a_host_with_another_secret_ends_and_the_right_one_joins(hosts, nnodes):
         assert (status, out[4:]) == (0, "here\n"), err
         said = re.findall(r"refused the launcher at 127.0.0.1:\d+: it (.*)", err)
         assert said == [OTHER_SECRET] * (launcher is first)
+
+
+def test_one_of_another_job_at_an_address_keeps_nobody_from_this_one(hosts):
+    """It may have been left behind there."""
+    hosts(0, secret=secrets.token_hex(), nnodes="2:3")
+    connection(hosts.ports[0]).close()
+    right = secrets.token_hex()
+    launchers = [hosts(rank, "--join-timeout", "0", secret=right, nnodes="2:3") for rank in (1, 2)]
+    for launcher in launchers:
+        status, out, err = end(launcher)
+        assert (status, out[4:]) == (0, "here\n"), err
+        assert f" {OTHER_SECRET}\n" in err
 
 
 @pytest.mark.parametrize("is_first", [True, False])
