@@ -1,5 +1,6 @@
 """Discovery between the processes of a host: what each publishes, waits for, and passes to the engine."""
 
+import os
 import re
 
 import jax
@@ -105,3 +106,18 @@ def test_each_runtime_has_its_own_token():
     here, there = (re.search(r"tokens (\w{32}) (\w{32})", result.stdout).groups() for result in results)
     assert here == there
     assert here[0] != here[1]
+
+
+def set_a_secret_of_its_own():
+    os.environ["JAX_RING_SECRET"] = f"the secret of process {watched.distributed['process_id']}"
+    jax.distributed.initialize(**watched.distributed)
+    with pytest.raises(RuntimeError, match=r"^processes \d and \d are of one job, and they have different ones\."):
+        lowered(Mesh(np.array(jax.devices()), "i"))
+    client().wait_at_barrier("both have seen it", 60_000)
+
+
+def test_processes_with_different_secrets_both_get_an_error():
+    """At once, and not when they look for memory that the other one has under another name."""
+    with Processes(set_a_secret_of_its_own, 2, distributed=None) as program:
+        results = program.wait()
+    assert [result.returncode for result in results] == [0, 0], as_text(results)

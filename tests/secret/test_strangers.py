@@ -30,12 +30,12 @@ while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < until: time.
 
 @pytest.fixture
 def hosts(script):
-    """Starts launchers of two hosts, with an address for each; kills them at the end."""
+    """Starts launchers of several hosts, with an address for each if hosts may change; kills them at the end."""
     with contextlib.ExitStack() as stack:
-        ports = stack.enter_context(reserved_ports(2))
+        ports = stack.enter_context(reserved_ports(3))
 
         def start_host(rank, *options, secret=None, nnodes="2", text="print('here')", starter=(), arguments=()):
-            addresses = ",".join(f"127.0.0.1:{port}" for port in ports[: 2 if ":" in nnodes else 1])
+            addresses = ",".join(f"127.0.0.1:{port}" for port in ports[: int(nnodes[-1]) if ":" in nnodes else 1])
             launcher = start(
                 "-n", "1", "--nnodes", nnodes, "--node-rank", str(rank), "--coordinator", addresses, *options,
                 script(text), *arguments, starter=[*(["env", f"JAX_RING_SECRET={secret}"] if secret else []), *starter],
@@ -87,6 +87,18 @@ def test_a_host_with_another_secret_ends_and_the_right_one_joins(hosts, nnodes):
         assert said == [OTHER_SECRET] * (launcher is first)
 
 
+def test_one_of_another_job_at_an_address_keeps_nobody_from_this_one(hosts):
+    """It may have been left behind there."""
+    hosts(0, secret=secrets.token_hex(), nnodes="2:3")
+    connection(hosts.ports[0]).close()
+    right = secrets.token_hex()
+    launchers = [hosts(rank, "--join-timeout", "0", secret=right, nnodes="2:3") for rank in (1, 2)]
+    ends = [end(launcher) for launcher in launchers]
+    assert [(status, out[4:]) for status, out, _ in ends] == [(0, "here\n")] * 2, ends
+    # The one that leads has looked at all addresses; the other may have found it first.
+    assert f"the launcher at 127.0.0.1:{hosts.ports[0]} {OTHER_SECRET}\n" in ends[0][2] + ends[1][2]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_one_with_a_secret_and_one_without(hosts, is_first):
     options = [{"secret": secrets.token_hex()}, {}]
@@ -118,9 +130,9 @@ def test_without_a_secret_it_is_said(hosts):
 def test_idle_connections_keep_nobody_out(hosts):
     """Their number and their time are limited, so that files are left; here there are few."""
     right = secrets.token_hex()
-    first = hosts(0, secret=right, starter=["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"])
+    first = hosts(0, secret=right, starter=["sh", "-c", 'ulimit -n 600; exec "$@"', "sh"])
     with contextlib.ExitStack() as stack:
-        for _ in range(400):
+        for _ in range(700):
             stack.enter_context(connection(hosts.ports[0]))
         second = hosts(1, secret=right)
         for launcher in (first, second):

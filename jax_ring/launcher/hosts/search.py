@@ -7,6 +7,7 @@ that of host 0 leads, and a job of one host listens nowhere.
 import asyncio
 import errno
 import math
+import resource
 import secrets
 import time
 
@@ -23,10 +24,11 @@ _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
 _ASK_SECONDS = 1.0
-# How long a connection may take until it is that of a host, and how many may be there so long.
+# How long a connection may take until it is that of a host, and how many may be there so long: no more than this part
+# of the files that the launcher may open.
 _NEWCOMER_SECONDS = 5.0
-_MOST_NEWCOMERS = 64
-_QUIET_SECONDS = 5.0  # between lines about newcomers, of which anybody may send any number
+_MOST_NEWCOMERS, _PART_OF_FILES = 256, 4
+_QUIET_SECONDS = 5.0  # between lines that anybody can make this launcher say
 
 
 class CannotGoOnError(Exception):
@@ -68,8 +70,11 @@ class Search:
         self._server: asyncio.Server | None = None
         self._said: set[str] = set()
         self._newcomers: dict[asyncio.StreamWriter, None] = {}  # connections that are no host's yet, oldest first
-        self._said_of_newcomers, self._unsaid = -math.inf, 0
-        self._other_secrets: list[str] = []  # the launchers that have another secret than this one, when last asked
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = _MOST_NEWCOMERS if files == resource.RLIM_INFINITY else files // _PART_OF_FILES
+        self._most_newcomers = min(_MOST_NEWCOMERS, limit)
+        self._said_rarely, self._unsaid = -math.inf, 0
+        self._other_secrets: dict[str, str] = {}  # by address, who has another secret than this one, when last asked
         self._since = time.monotonic()  # when there were last enough hosts
 
     def close(self) -> None:
@@ -179,7 +184,7 @@ class Search:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says to a newcomer who this launcher is, and takes it in if it asks for that."""
         self._newcomers[writer] = None
-        if len(self._newcomers) > _MOST_NEWCOMERS:
+        if len(self._newcomers) > self._most_newcomers:
             oldest = next(iter(self._newcomers))
             del self._newcomers[oldest]
             oldest.transport.abort()
@@ -187,14 +192,14 @@ class Search:
         try:
             async with asyncio.timeout(_NEWCOMER_SECONDS):
                 link = await Link.opened(
-                    reader, writer, self._silence, self._say_of_newcomer, self._options.secret, listens=True
+                    reader, writer, self._silence, self._say_rarely, self._options.secret, listens=True
                 )
                 link.send(Message("answer", self._answer()))
                 message = await link.receive()
         except OtherSecretError as error:
-            self._say_of_newcomer(f"refused the launcher at {peer(writer)}: it {error}")
+            self._say_rarely(f"refused the launcher at {peer(writer)}: it {error}")
         except ValueError as error:
-            self._say_of_newcomer(f"the connection with {peer(writer)} is closed: {error}")
+            self._say_rarely(f"the connection with {peer(writer)} is closed: {error}")
         except OSError:
             pass  # it is gone, or has said nothing for too long
         finally:
@@ -208,13 +213,14 @@ class Search:
                 await self.leader.serve(link, hello)
         link.abort()
 
-    def _say_of_newcomer(self, text: str) -> None:
+    def _say_rarely(self, text: str) -> None:
+        """For what anybody can make this launcher say."""
         now = time.monotonic()
-        if now - self._said_of_newcomers < _QUIET_SECONDS:
+        if now - self._said_rarely < _QUIET_SECONDS:
             self._unsaid += 1
             return
         more = f"; {self._unsaid} more were, since the last such line" if self._unsaid else ""
-        self._said_of_newcomers, self._unsaid = now, 0
+        self._said_rarely, self._unsaid = now, 0
         self._shared.output.log(text + more)
 
     def _answer(self) -> Answer:
@@ -242,7 +248,7 @@ class Search:
         except ConnectionRefusedError:
             found[address] = _NOBODY
         except OtherSecretError as error:
-            self._other_secrets.append(f"the launcher at {address} {error}")
+            self._other_secrets[address] = f"the launcher at {address} {error}"
         except (OSError, ValueError, OverflowError):
             pass  # silent, or no address: another host has told it
 
@@ -252,12 +258,12 @@ class Search:
             reader, writer = await asyncio.open_connection(*split(address), limit=BUFFER_BYTES)
             try:
                 link = await Link.opened(
-                    reader, writer, self._silence, self._say_once, self._options.secret, listens=False
+                    reader, writer, self._silence, self._say_rarely, self._options.secret, listens=False
                 )
             except BaseException as error:
-                writer.transport.abort()
-                if type(error) is ValueError:
-                    self._say_once(f"the connection with {address} is closed: {error}")
+                writer.close()  # behind what was sent
+                if isinstance(error, ValueError):
+                    self._say_once(f"what listens at {address} is no launcher of this version of jax_ring")
                     raise ConnectionError from error
                 raise
             try:
@@ -287,8 +293,11 @@ class Search:
             if (leader := best_leader(found, self._order)) is not None:
                 return leader
             there = {address for address, answer in found.items() if answer is not _NOBODY}
-            if self._other_secrets and not self._register.started.number and there <= {self.own.address}:
-                raise CannotGoOnError(self._other_secrets[0], status=2)
+            others = {*self._order} - {self.own.address}
+            if others and others <= self._other_secrets.keys() and not self._register.started.number:
+                raise CannotGoOnError(next(iter(self._other_secrets.values())), status=2)
+            for text in self._other_secrets.values():  # the wrong one may be that
+                self._say_once(text)
             for address in sorted(taken - there):
                 self._say_once(f"cannot listen at --coordinator {address}: another program listens there")
             if self.own.address in self._order and not any(answer.follows for answer in found.values()):
