@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "base/hash.h"
-#include "recorder/printable.h"
+#include "base/printable.h"
 
 namespace jax_ring::flight {
 namespace {

@@ -314,7 +314,7 @@ def check_agreement(function: str, description: str) -> None:
 def compare(function: str, description: str, key: str, processes: Sequence[int]) -> None:
     """Raises ValueError unless these processes publish the same description under this key before the deadline."""
     for other, value in gather(function, description.encode(), key, processes):
-        theirs = value.decode()
+        theirs = value.decode(errors="replace")
         if theirs != description:
             pairs = itertools.zip_longest(description.splitlines(), theirs.splitlines(), fillvalue="nothing")
             differences = [f"{a.strip()!r} here, {b.strip()!r} there" for a, b in pairs if a != b]

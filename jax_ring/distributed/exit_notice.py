@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.launcher.coordinator.client import Programs
-from jax_ring.launcher.schema import read
+from jax_ring.launcher.schema import escaped, read
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
@@ -84,7 +84,8 @@ def abort(how: Departure) -> None:
 def departure_of(process: int) -> Departure | None:
     """How another process of the runtime has left; None if unknown."""
     if how := _compat.value_of(_client, _left_key(process)):
-        return read(how, Departure)
+        left = read(how, Departure)
+        return left._replace(cause=escaped(left.cause[:_MAX_LENGTH]))
     own = _compat.value_of(_client, _process_key(process))
     return Departure("has ended", "ended") if own and _has_ended(read(own, _Process)) else None
 

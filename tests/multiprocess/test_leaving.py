@@ -249,3 +249,11 @@ def test_the_hook_calls_the_one_before(monkeypatch):
     sys.excepthook(ValueError, error, None)
     assert len(told) == 1
     assert len(shown) == 2
+
+
+def test_what_the_store_says_of_another_process_is_escaped(monkeypatch):
+    values = {"jax_ring/left/1": '["raised \\u001b[2J\\n' + "x" * 1000 + '", "left", null, null]'}
+    monkeypatch.setattr(_compat, "value_of", lambda _, key: values.get(key))
+    cause = exit_notice.departure_of(1).cause
+    assert cause.startswith("raised \\x1b[2J\\nxxx")
+    assert len(cause) < 700

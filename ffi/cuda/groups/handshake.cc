@@ -3,7 +3,10 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
+
+#include "base/printable.h"
 
 namespace jax_ring::gpu {
 namespace {
@@ -65,8 +68,8 @@ void Handshake::publish(const std::string& key, const std::string& value) {
 void Handshake::end_attempt(int64_t process, const std::string& message) {
   ++attempt_;
   told_.clear();
-  throw std::runtime_error("process " + std::to_string(process) +
-                           " failed: " + (message.empty() ? "without a reason" : message.substr(1)));
+  const std::string why = message.empty() ? "without a reason" : printable(std::string_view(message).substr(1));
+  throw std::runtime_error("process " + std::to_string(process) + " failed: " + why);
 }
 
 void Handshake::tell(Phase phase, const std::vector<std::string>& items) {

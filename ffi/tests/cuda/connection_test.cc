@@ -96,6 +96,14 @@ TEST(Connection, ALateProcessLearnsWhyTheOtherFailed) {
   EXPECT_EQ(pair.connect(), (std::vector<std::string>{"", ""}));
 }
 
+TEST(Connection, WhatAnotherProcessSaysIsEscaped) {
+  Pair pair;
+  pair.memories[0].export_error = "\x1b[2J out of\nmemory";
+  EXPECT_NE(error_of([&] { pair.communicators[0]->connect(0, kSeconds); }), "");
+  const std::string error = error_of([&] { pair.communicators[1]->connect(0, kSeconds); });
+  EXPECT_CONTAINS(error, "\\x1b[2J out of\\x0amemory");
+}
+
 TEST(Connection, NobodyLaunchesBeforeAllHaveMapped) {
   Pair pair;
   pair.table.timeout = std::chrono::milliseconds(50);
