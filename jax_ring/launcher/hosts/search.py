@@ -219,7 +219,7 @@ class Search:
         if now - self._said_rarely < _QUIET_SECONDS:
             self._unsaid += 1
             return
-        more = f"; {self._unsaid} more were, since the last such line" if self._unsaid else ""
+        more = f" ({self._unsaid} such lines before it were left out)" if self._unsaid else ""
         self._said_rarely, self._unsaid = now, 0
         self._shared.output.log(text + more)
 
