@@ -324,6 +324,11 @@ def test_the_coordination_service_is_reached_without_a_proxy(outer, expected):
     assert {name: found.get(name) for name in expected} == expected
 
 
+def test_a_socket_needs_nothing_said_of_a_proxy():
+    plan, outer = Plan("job", 0, (0, 1), 0, 2, "unix:/tmp/coordinator-1"), {"http_proxy": "p", "no_proxy": "a"}
+    assert environment.variables(Options(()), plan, {}, slot=1, rank=1, outer=outer)["no_proxy"] == "a"
+
+
 @pytest.mark.full
 def test_the_death_of_rank_0_leaves_the_others_their_service(script):
     path = script(

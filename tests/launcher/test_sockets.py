@@ -6,6 +6,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import time
 
 import jax
@@ -85,6 +86,35 @@ with open({str(tmp_path / "said")!r}, "w") as file:
     path, *mode = (tmp_path / "said").read_text().split()
     assert mode == [oct(stat.S_IFDIR | 0o700), "True"]
     assert_removed(pathlib.Path(path))
+
+
+# What another user does who knows the path.
+CONNECTS_AS_ANOTHER = """
+import os, socket, sys
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+except PermissionError: print("refused")
+"""
+
+
+@pytest.mark.one_pair
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("name", ["control", "coordinator-1"])
+def test_another_user_cannot_connect(script, tmp_path, name):
+    path = script(SAYS_WHERE + "time.sleep(60)")
+    launcher = start("-n", "1", path)
+    where = said(launcher)
+    until = time.monotonic() + 60
+    while not (where / name).exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    command = [sys.executable, "-I", "-S", "-c", CONNECTS_AS_ANOTHER, str(where / name)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    launcher.terminate()
+    launcher.communicate(timeout=60)
+    assert result.stdout == "refused\n", result.stderr
+    assert_removed(where)
 
 
 @pytest.mark.one_pair
