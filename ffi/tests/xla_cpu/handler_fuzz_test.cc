@@ -2,6 +2,7 @@
 // AddressSanitizer, none reads or writes beyond its buffers.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
@@ -229,7 +230,9 @@ class Generator {
         if (!numbers.empty()) numbers.pop_back();
         return;
       case 2:
-        if (!numbers.empty()) one_of(numbers) += below(2) == 0 ? 1 : -1;
+        if (int64_t* each = numbers.empty() ? nullptr : &one_of(numbers)) {
+          *each = std::min(std::max(*each, kLeast + 1), kMost - 1) + (below(2) == 0 ? 1 : -1);
+        }
         return;
       default:
         if (!numbers.empty()) one_of(numbers) = one_of(others);
