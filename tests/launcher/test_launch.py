@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 
 import pytest
@@ -374,3 +375,14 @@ def test_help_says_what_it_does(capsys):
 def test_addresses_differ():
     with environment.reserved_address() as one, environment.reserved_address() as other:
         assert one != other
+
+
+@pytest.mark.full
+def test_fifty_launches_leave_nothing(script):
+    path = script("import os; print(os.getpid())")
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as those of sockets must be
+        for number in range(50):
+            status, out, err = run("-n", "2", path, env={"TMPDIR": folder})
+            assert (status, len(out), err) == (0, 2, ""), number
+            assert not os.listdir(folder), number
+            assert_gone([int(line.split()[-1]) for line in out])

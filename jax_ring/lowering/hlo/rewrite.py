@@ -33,11 +33,13 @@ class Computation:
     def __init__(self, message: Message, program: Program) -> None:
         self._program, self._platform = program, program.platform
         self._beside: set[int] = set()
-        _check_order(message.messages(proto.INSTRUCTIONS))
+        instructions = message.messages(proto.INSTRUCTIONS)
+        _check_order(instructions)
         if not self._platform.has_layouts:
             message, self._beside = for_gpus.prepared(message, program.num_partitions, program.reduction_of)
+            instructions = message.messages(proto.INSTRUCTIONS)
         self._message = message
-        self._by_id = {each.integer(proto.ID): each for each in message.messages(proto.INSTRUCTIONS)}
+        self._by_id = {each.integer(proto.ID): each for each in instructions}
         self._next_id = max(self._by_id) + 1
         self._hidden: list[int] = []  # operands in front of the collective's
         self._buffers = _Buffers(self._by_id, message.integer(proto.ROOT), program.bodies.__getitem__)
