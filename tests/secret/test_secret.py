@@ -268,8 +268,8 @@ print(subprocess.run([sys.executable, "-c", program], capture_output=True, text=
     assert out == [f"[{rank}] {text}" for rank in range(2) for text in (f"key {key}", "none b''")]
 
 
-def test_the_coordination_service_has_no_secret(script, secret):
-    """It is a child of the launcher, too."""
+def test_other_children_of_the_launcher_have_no_secret(script, secret):
+    """The coordination service, and what removes the folder of its socket."""
     path = script(
         """
 import os, pathlib
@@ -280,7 +280,7 @@ print(len(found), any(b"JAX_RING_SECRET" in each for each in found))
 """
     )
     status, out, err = run("-n", "1", path)
-    assert (status, out) == (0, ["[0] 2 False"]), err
+    assert (status, out) == (0, ["[0] 3 False"]), err
 
 
 def test_nobody_changes_the_file_of_a_key():
