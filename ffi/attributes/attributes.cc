@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "base/describe.h"
+#include "base/printable.h"
 
 namespace jax_ring {
 namespace {
@@ -162,11 +163,11 @@ Attributes attributes_of(ffi::Dictionary all) {
   Attributes call;
   call.text = "jax_ring";
   try {
-    call.call = text_of(all, "call");
+    call.call = printable(text_of(all, "call"));
     call.text = describe(call.call, text_of(all, "site"));
     read(all, call);
   } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(call.text + ": " + error.what());
+    throw std::invalid_argument(printable(call.text + ": " + error.what()));
   }
   return call;
 }

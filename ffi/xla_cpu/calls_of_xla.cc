@@ -10,6 +10,7 @@
 
 #include "attributes/operands.h"
 #include "base/describe.h"
+#include "base/printable.h"
 
 namespace jax_ring::cpu {
 
@@ -86,7 +87,7 @@ ffi::Error execute(ffi::RunId run, ffi::BufferR0<ffi::U32> partition, ffi::Remai
       CallsOfXla::instance().end(run.run_id, rank, call);
     }
   } catch (const std::exception& error) {
-    return ffi::Error::InvalidArgument(std::string(call) + ": " + error.what());
+    return ffi::Error::InvalidArgument(printable(std::string(call) + ": " + error.what()));
   }
   return ffi::Error::Success();
 }

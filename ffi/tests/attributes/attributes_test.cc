@@ -69,6 +69,13 @@ TEST(AttributesOf, DecodesThem) {
   EXPECT_EQ(part.rounds_to, xla::ffi::BF16);
 }
 
+TEST(AttributesOf, EscapesTextOfAProgram) {
+  const jax_ring::Attributes call = decoded(with({{"call", "a\x1b[2J"}, {"site", "train.py:7\n\xff"}}));
+  EXPECT_EQ(call.call, "a\\x1b[2J");
+  EXPECT_EQ(call.text, "a\\x1b[2J, called at train.py:7\\x0a\\xff");
+  EXPECT_NE(refusal(with({{"order", "\x1b[2J"}})).find("\\x1b[2J"), std::string::npos);
+}
+
 // The hash differs for calls that compute something else, but not for calls on other lines.
 TEST(AttributesOf, TellsCallsApart) {
   const auto hash = [](const Attributes& changes, const std::string& collective = "all_reduce") {
