@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, TextIO
 
+from jax_ring.launcher.coordinator.folder import trusted_users
 from jax_ring.launcher.schema import escaped
 
 _COLORS = (36, 33, 32, 35, 34, 31)
@@ -298,11 +299,11 @@ def _is_of(folder: pathlib.Path, job: str) -> bool:
 def _made(folder: pathlib.Path) -> pathlib.Path:
     """A folder, which need not be there. Raises PermissionError if another user may decide what is in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    found, trusted = folder.stat(), (0, os.geteuid())
-    if folder.is_symlink() and folder.lstat().st_uid not in trusted:
-        raise PermissionError(f"{folder} is a link of another user: name what it leads to")
-    if found.st_uid not in trusted and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise PermissionError(f"{folder} is of another user, and all may replace what is in it: take one of your own")
+    found = folder.stat()
+    if not {found.st_uid, folder.lstat().st_uid} <= trusted_users():
+        raise PermissionError(f"{folder} is of another user, who may replace what is in it: take one of your own")
+    if found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"all users may replace what is in {folder}: take a folder of your own")
     return folder
 
 

@@ -236,23 +236,22 @@ def test_a_pipe_in_place_of_a_log_file(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make files of other users")
 def test_log_files_in_reach_of_another_user(tmp_path):
-    shared, own, link = tmp_path / "shared", tmp_path / "own", tmp_path / "link"
-    for folder in (shared, own):
+    of_other, of_root, own, link = (tmp_path / name for name in ("of_other", "of_root", "own", "link"))
+    for folder in (of_other, of_root, own):
         folder.mkdir()
     link.symlink_to(own)
     claim(link, "job", text="a")
     os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
-    assert f"{link} is a link of another user" in refusal(link)
-    os.chown(shared, OTHER_USER, OTHER_USER)
-    shared.chmod(0o777)
-    assert f"{shared} is of another user" in refusal(shared)
-    shared.chmod(0o1777)
-    claim(shared, "job", rank=1)
-    (shared / "rank-0.out").write_text("")
-    os.chown(shared / "rank-0.out", OTHER_USER, OTHER_USER)
-    assert f"{shared}/rank-0.out is of another user" in refusal(shared)
-    shared.chmod(0o775)  # as a group has it
-    claim(shared, "job", rank=2)
+    assert f"{link} is of another user" in refusal(link)
+    os.chown(of_other, OTHER_USER, OTHER_USER)
+    for mode in (0o755, 0o775, 0o777, 0o1777):  # its owner may put a link in its place
+        of_other.chmod(mode)
+        assert f"{of_other} is of another user" in refusal(of_other)
+    of_root.chmod(0o1777)
+    claim(of_root, "job", rank=1)
+    (of_root / "rank-0.out").write_text("")
+    os.chown(of_root / "rank-0.out", OTHER_USER, OTHER_USER)
+    assert f"{of_root}/rank-0.out is of another user" in refusal(of_root)
 
 
 def test_log_files_are_closed_when_a_process_has_ended(tmp_path):

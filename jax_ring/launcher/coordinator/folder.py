@@ -81,7 +81,7 @@ def _why_not(place: str) -> str | None:
         return f"with more than {_LONGEST - _LONGEST_NAME} characters, it is too long for the path of a socket"
     if not set(place) <= _PLAIN:
         return "its name has characters that gRPC does not take"
-    trusted = _trusted()
+    trusted = trusted_users()
     for folder in (pathlib.Path(place), *pathlib.Path(place).parents):
         try:
             found = folder.stat()
@@ -94,8 +94,8 @@ def _why_not(place: str) -> str | None:
     return None
 
 
-def _trusted() -> set[int]:
-    """The users who may own what the folder is in: this one, root, and root of the host outside of this namespace."""
+def trusted_users() -> set[int]:
+    """Who may own what a folder is in: this user, root, and root of the host outside of this namespace."""
     trusted = {0, os.geteuid()}
     with contextlib.suppress(OSError, ValueError):
         if pathlib.Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
