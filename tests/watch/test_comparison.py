@@ -1,12 +1,14 @@
 """Which processes are stuck, by the notes of all, without processes and clocks."""
 
+import asyncio
 import os
 import re
+import types
 
 import pytest
 
 from jax_ring.launcher.watching import page as pages
-from jax_ring.launcher.watching import report
+from jax_ring.launcher.watching import reader, report
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes, Page
 from jax_ring.launcher.watching.report import Place, Report
 from jax_ring.launcher.watching.watcher import Watcher
@@ -299,3 +301,21 @@ def test_whose_page_it_is(page, monkeypatch, tmp_path):
     with open(tmp_path / "other", "w") as other:
         monkeypatch.setenv(pages.PAGE_VARIABLE, str(other.fileno()))
         assert Page.of_launcher() is None
+
+
+@pytest.mark.parametrize("answer", [b"{]", b"\xff", b"[1, 2]", b"[" * 10**5])
+def test_a_process_that_answers_something_else(answer):
+    """It is said of it, and the others are looked at as before."""
+    page = Page.new()
+
+    async def place():
+        found = asyncio.create_task(reader._place(types.SimpleNamespace(page=page)))
+        await asyncio.sleep(0)
+        assert page.words.asked
+        page.clear()
+        os.write(page.file, answer)
+        page.words.asked = False
+        return await found
+
+    assert "it has answered something else" in asyncio.run(place()).stacks
+    page.close()

@@ -35,7 +35,10 @@ async def _place(process: Process) -> Place:
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_SECONDS)
         if not page.words.asked:
-            return read(page.behind(), Place)
+            try:
+                return read(page.behind(), Place)
+            except ValueError as error:
+                return Place(stacks=f"it has answered something else than where it is: {error}")
     page.words.asked = False
     page.clear()
     if process.is_stopped():
