@@ -278,6 +278,7 @@ def test_mutual_tls(script, certificates, name, more, address):
     assert len(out) >= 3
 
 
+@pytest.mark.full
 def test_credentials_that_are_demanded_and_not_there(script):
     env = {"JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS": "1"}
     status, out, err = run("-n", "2", script(CONNECTS), env=env, command=MODULE)
@@ -288,6 +289,7 @@ def test_credentials_that_are_demanded_and_not_there(script):
     assert expected in err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HAS_MTLS, reason="JAX has mutual TLS")
 def test_a_version_without_mutual_tls(script):
     env = {"JAX_MTLS_CERT_FILE": "/cert", "JAX_MTLS_KEY_FILE": "/key"}

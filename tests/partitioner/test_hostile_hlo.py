@@ -282,7 +282,7 @@ def test_mutations(program, seed, platform, monkeypatch):
     random = np.random.default_rng(seed)
     message = Message.parse(program)
     left = 0
-    for number in range(1000 if seed else 300):
+    for number in range(1000 if seed else 150):
         changed = mutated_field(message, random).to_bytes() if number % 4 else mutated(program, random)
         left += is_left(changed, platform)
     assert left

@@ -87,6 +87,7 @@ def test_a_host_with_another_secret_ends_and_the_right_one_joins(hosts, nnodes):
         assert said == [OTHER_SECRET] * (launcher is first)
 
 
+@pytest.mark.full
 def test_one_of_another_job_at_an_address_keeps_nobody_from_this_one(hosts):
     """It may have been left behind there."""
     hosts(0, secret=secrets.token_hex(), nnodes="2:3")
@@ -140,6 +141,7 @@ def test_idle_connections_keep_nobody_out(hosts):
             assert (status, out[4:], err) == (0, "here\n", "")
 
 
+@pytest.mark.full
 def test_one_that_says_little_is_closed(hosts):
     hosts(0, secret=secrets.token_hex())
     with connection(hosts.ports[0]) as stranger:
@@ -150,6 +152,7 @@ def test_one_that_says_little_is_closed(hosts):
     assert len(data) == 41
 
 
+@pytest.mark.full
 def test_many_strangers_are_few_lines(hosts):
     right = secrets.token_hex()
     first = hosts(0, secret=right)
