@@ -135,10 +135,10 @@ def host_of(process: int) -> str:
     if host.id == own.id and own.memory and host.memory and own.memory != host.memory:
         raise RuntimeError(
             f"processes {membership.process} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to "
-            f"share a host, and they do not share memory: /dev/shm is {own.memory} in process {membership.process} and "
-            f"{host.memory} in process {process} (boot id, device, inode and user). They run in different containers, "
-            f"on different machines, or as different users. Give them different values of {HOST_VARIABLE}, or let the "
-            "containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
+            f"share a host, and they do not share memory: /dev/shm is {own.memory!r} in process {membership.process} "
+            f"and {host.memory!r} in process {process} (boot id, device, inode and user). They run in different "
+            f"containers, on different machines, or as different users. Give them different values of {HOST_VARIABLE}, "
+            "or let the containers share /dev/shm (docker run --ipc, or one pod with a memory volume there)."
         )
     return host.id
 

@@ -74,14 +74,14 @@ def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, m
     monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
     own = discovery._own_memory()
     assert own
-    others = [["node7", own, "a", ""], ["node7", "elsewhere/1:2/0", "b", ""]]
+    others = [["node7", own, "a", ""], ["node7", "elsewhere\x1b[2J/1:2/0", "b", ""]]
     runtime_of(Client({f"jax_ring/host/{1 + i}": json.dumps(host).encode() for i, host in enumerate(others)}))
     discovery.publish()
     assert discovery.host_of(1) == "node7"
     for _ in range(2):
         with pytest.raises(RuntimeError, match="processes 0 and 2 both have JAX_RING_HOST_ID='node7'") as raised:
             discovery.host_of(2)
-        assert f"/dev/shm is {own} in process 0 and elsewhere/1:2/0 in process 2" in str(raised.value)
+        assert f"/dev/shm is {own!r} in process 0 and 'elsewhere\\x1b[2J/1:2/0' in process 2" in str(raised.value)
 
 
 def test_containers_without_shared_resources_are_different_hosts(monkeypatch, tmp_path):
