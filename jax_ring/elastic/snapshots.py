@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ring import _compat
+from jax_ring.launcher.schema import escaped
 from jax_ring.options import path_texts
 
 Box = tuple[tuple[int, int], ...]  # the range of each dimension
@@ -75,6 +77,7 @@ class Leaf:
         if boxes is not None:
             size = sum(math.prod(part) for process in range(num_processes) for part in leaf.shapes(process))
             _check(size == math.prod(shape), f"the parts of {path} have {size} of {math.prod(shape)} elements")
+            _check(_divides([box for each in boxes for box in each]), f"the parts of {path} overlap")
         if key is not None:
             bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
@@ -124,7 +127,7 @@ class Snapshot:
             _check(size <= _memory(), f"its {size} bytes are more than this host's memory")
         except (ValueError, TypeError, RecursionError) as error:  # JAX's as well
             raise RuntimeError(
-                f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {error}"
+                f"jax_ring.elastic: {where} is damaged, or of another version of jax_ring: {escaped(str(error))}"
             ) from error
         return snapshot, sections
 
@@ -281,6 +284,13 @@ def _box(box: Any, shape: Sequence[int], path: str) -> Box:
     is_box = type(box) is list and len(box) == len(shape) and all(map(_is_range, box, shape))
     _check(is_box, f"a part of {path}, of the shape {shape}, is at {box!r:.80}")
     return tuple((start, stop) for start, stop in box)
+
+
+def _divides(boxes: Sequence[Box]) -> bool:
+    """Whether boxes are those of a mesh, each once: all combinations of ranges that follow one another."""
+    ranges = [sorted(set(of_dimension)) for of_dimension in zip(*boxes, strict=True)]
+    follow = all(stop == start for each in ranges for (_, stop), (start, _) in itertools.pairwise(each))
+    return follow and len({*boxes}) == len(boxes) == math.prod(map(len, ranges))
 
 
 def _is_range(x: Any, size: int) -> bool:

@@ -71,6 +71,19 @@ REFUSED = {
     "a box of numbers": (a_header(a_leaf(boxes=[[[0, 4]], []])), "is at"),
     "boxes that leave some out": (a_header(a_leaf(boxes=[[[[0, 3], [0, 2]]], []])), "have 6 of 8 elements"),
     "boxes that are there twice": (a_header(a_leaf(boxes=[[WHOLE], [WHOLE]])), "have 16 of 8 elements"),
+    "boxes that overlap": (
+        a_header(a_leaf(boxes=[[[[0, 2], [0, 2]]], [[[1, 3], [0, 2]]]])),
+        r"the parts of \['w'\] overlap",
+    ),
+    "a box twice": (
+        a_header(a_leaf(boxes=[[[[0, 2], [0, 2]]], [[[0, 2], [0, 2]]]])),
+        r"the parts of \['w'\] overlap",
+    ),
+    "boxes that leave a hole": (
+        a_header(a_leaf(boxes=[[[[0, 2], [0, 2]], [[3, 4], [0, 2]]], [[[3, 4], [0, 2]]]])),
+        r"the parts of \['w'\] overlap",
+    ),
+    "a path that a terminal obeys": (a_header(a_leaf(boxes=[[WHOLE]], path="\x1b[2J")), r"\\x1b\[2J is not of 2 proc"),
     "sections that are none": (a_header(sections=[0]), r"its sections are \[0\]"),
     "a section twice": (a_header(sections=[-1, -1]), "its sections are"),
     "a section that is a text": (a_header(sections=["-1"]), "its sections are"),
