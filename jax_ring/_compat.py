@@ -532,18 +532,21 @@ _looked_up: list[Any] = [None]
 _launch_value: Any = jax.make_user_context()  # now: keys of other lengths are not equal
 
 
-def is_launch(frame: types.FrameType) -> bool:
-    """Whether a function that runs is in the launch of a program, or of one in whose callback it is."""
-    return frame.f_code is _LAUNCH_CODE or (id(frame), frame.f_lasti) == _looked_up[0]
+def is_launch(frame: int, code: types.CodeType, instruction: int) -> bool:
+    """Whether a function that runs is in the launch of a program, or of one in whose callback it is.
+
+    frame: its id. instruction: its index in the code.
+    """
+    return code is _LAUNCH_CODE or (frame, instruction) == _looked_up[0]
 
 
 # The function of JAX in which Python is while a program is launched for the first time.
 _LAUNCH_CODE = inspect.unwrap(_launch).__code__
 
 
-def is_callback(frame: types.FrameType) -> bool:
+def is_callback(frame: int, code: types.CodeType, instruction: int) -> bool:
     """Whether a function is one by which JAX's programs call Python."""
-    return frame.f_code.co_filename == _callback.__file__
+    return code.co_filename == _callback.__file__
 
 
 def call_with_plugins(function: Callable[[], None]) -> None:

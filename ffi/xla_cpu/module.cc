@@ -32,6 +32,7 @@
 #include "xla_cpu/calls_of_xla.h"
 #include "xla_cpu/handler.h"
 #include "xla_cpu/python_lock.h"
+#include "xla_cpu/running_frames.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -384,6 +385,10 @@ NB_MODULE(_ffi_cpu, m) {
         return std::string(kNames[static_cast<int>(jax_ring::choose(num_bytes, {one_shot, two_shot}))]);
       },
       "num_bytes"_a, "one_shot"_a, "two_shot"_a, "The algorithm of an all-reduce with these thresholds.");
+
+  m.def("running_frames", &jax_ring::running_frames,
+        nb::sig("def running_frames() -> list[tuple[int, types.CodeType, int]]"),
+        "Of all threads, at one moment: the id of each frame, its code and the index of its instruction.");
 
   m.def(
       "instruction_set", [] { return std::string(jax_ring::cpu::fold_kernels().instruction_set); },

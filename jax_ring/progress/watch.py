@@ -5,6 +5,7 @@ Calls of watched functions count as steps. Without any, each execution of a prog
 
 import atexit
 import functools
+import itertools
 import json
 import math
 import numbers
@@ -12,14 +13,13 @@ import os
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, _ffi_cpu, runtime
 from jax_ring.launcher.schema import escaped
 from jax_ring.launcher.watching import page, report
 from jax_ring.launcher.watching.watcher import Watcher
@@ -244,10 +244,9 @@ def are_ready(outputs: Sequence[Any]) -> bool | None:
         return None
 
 
-def _runs(test: Callable[[types.FrameType], bool]) -> bool:
+def _runs(test: Callable[[int, types.CodeType, int], bool]) -> bool:
     """Whether this is true of a function that runs."""
-    # No variable holds the frames: this one is among them, and all would live until a garbage collection.
-    return any(test(each) for frame in sys._current_frames().values() for each, _ in traceback.walk_stack(frame))
+    return any(itertools.starmap(test, _ffi_cpu.running_frames()))
 
 
 def _last_calls() -> tuple[str, str]:
