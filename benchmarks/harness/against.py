@@ -1,4 +1,4 @@
-"""Measures an earlier commit beside this one: builds it in an environment of its own, and interleaves processes."""
+"""Measures an earlier commit beside this one: builds each in an environment of its own, and interleaves processes."""
 
 import argparse
 import json
@@ -27,7 +27,9 @@ def command_of(python: pathlib.Path | str, script: str, arguments: list[str], fi
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--against", metavar="REV", help="build this commit too, and compare it in processes in turn")
+    parser.add_argument(
+        "--against", metavar="REV", help="build this commit and HEAD, and compare them in turn"
+    )
     parser.add_argument("--pairs", type=options.count, default=3, help="processes of each commit for --against")
 
 
@@ -59,6 +61,13 @@ def build(revision: str) -> pathlib.Path:
     return folder / "venv/bin/python"
 
 
+def _head() -> str:
+    changed = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "pyproject.toml", "jax_ring", "ffi"]
+    if files := subprocess.run(changed, capture_output=True, text=True, check=True).stdout:
+        raise SystemExit(f"--against compares commits, and these files differ from HEAD: commit them first\n{files}")
+    return "HEAD"
+
+
 def rows_of(old: list[dict], new: list[dict]) -> list[dict]:
     """A row for each figure that both have, with the samples of all processes. The files are of as many processes."""
     samples = {name: [compare.samples_of(file) for file in files] for name, files in (("old", old), ("new", new))}
@@ -79,8 +88,13 @@ def line(row: dict) -> str:
 
 
 def run(script: str, arguments: list[str], revision: str, pairs: int, json_file: str | None) -> None:
-    """Measures by so many processes of each commit, in turn, and prints the old times over the new ones."""
-    pythons = {"old": build(revision), "new": pathlib.Path(sys.executable)}
+    """Measures by so many processes of each commit, in turn, and prints the old times over the new ones.
+
+    Raises:
+      SystemExit: if something that would be built is not committed.
+    """
+    # Not the environment that runs this: with more packages in it, the same bytes can take another time.
+    pythons = {"old": build(revision), "new": build(_head())}
     found = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(pairs):

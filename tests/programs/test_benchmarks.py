@@ -365,10 +365,11 @@ def test_against_another_commit(script, pairs, tmp_path, monkeypatch, capsys):
     arguments += {"allreduce.py": ["--impl", "ring_psum,lax.psum"], "loops.py": ["--product", "8"]}[script]
     asked, file = [], tmp_path / "rows.json"
     monkeypatch.setattr(against, "build", lambda revision: asked.append(revision) or sys.executable)
+    monkeypatch.setattr(against, "_head", lambda: "HEAD")
     whole = [*arguments, "--against=abc", "--json", str(file), "--pairs", str(pairs)]
     assert against.command_of("py", script, whole, "f") == ["py", script, *arguments, "--json", "f"]
     against.run(str(BENCHMARKS / script), whole, "abc", pairs, str(file))
-    assert asked == ["abc"]
+    assert asked == ["abc", "HEAD"]  # built the same way
     results = json.loads(file.read_text())
     assert results["machine"]["against"] == "abc"
     figure = {"allreduce.py": "out_of_place", "loops.py": "turn"}[script]
@@ -397,6 +398,20 @@ def test_environment_of_another_commit_is_the_users(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "done").touch()
     assert against.build("abc") == folder / "venv/bin/python"
+
+
+def test_only_commits_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(against, "ROOT", tmp_path)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    subprocess.run([*git, "add", "pyproject.toml"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--message=a"], check=True)
+    (tmp_path / "notes").touch()  # is not built
+    assert against._head() == "HEAD"
+    (tmp_path / "pyproject.toml").write_text("")
+    with pytest.raises(SystemExit, match=r"commit them first\n M pyproject.toml"):
+        against._head()
 
 
 @pytest.mark.full
