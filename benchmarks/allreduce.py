@@ -115,7 +115,10 @@ def main() -> int:
         return 0
 
     machine = describe()
-    old = load(arguments.compare) if arguments.compare else None
+    try:
+        old = load(arguments.compare) if arguments.compare else None
+    except (OSError, ValueError) as error:
+        sys.exit(f"not compared: {error}")
     if old and (different := differences(old, {"machine": machine}, SAME)):
         sys.exit(f"not compared: {arguments.compare} is of another machine: {', '.join(different)}")
     print(heading(machine, f"{mesh.size} {arguments.platform} devices"))

@@ -12,15 +12,38 @@ import argparse
 import json
 import pathlib
 import sys
+from typing import Any
 
 from harness import FIGURES, intervals
+
+from jax_ring.launcher import schema
 
 REFERENCE = "lax.psum"
 SAME, SAME_SOFTWARE = ("cpu", "family", "model", "cores", "usable_cores", "system"), ("python", "jax", "isa")
 
 
 def load(path: str) -> dict:
-    return json.loads(pathlib.Path(path).read_text())
+    """The results in a file, with texts that may be printed.
+
+    Raises:
+      ValueError: if it has no results of a benchmark.
+    """
+    try:
+        file = json.loads(pathlib.Path(path).read_text(), object_pairs_hook=_printable)
+        dict.items(file["machine"])
+        for (*message, implementation, _), samples in samples_of(file).items():
+            schema.checked([*message, implementation], tuple[int, int, str, str])
+            if min(schema.checked(samples, tuple[float, ...])) <= 0:
+                raise ValueError(f"a time of {min(samples)}")
+    except KeyError as error:
+        raise ValueError(f"{path} has no results of a benchmark: it lacks {error}") from error
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has no results of a benchmark: {schema.escaped(str(error))}") from error
+    return file
+
+
+def _printable(pairs: list[tuple[str, Any]]) -> dict:
+    return {schema.escaped(key): schema.escaped(value) if isinstance(value, str) else value for key, value in pairs}
 
 
 def differences(old: dict, new: dict, keys: tuple[str, ...]) -> list[str]:
@@ -95,12 +118,12 @@ def compare(old: dict, new: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("old", type=load)
-    parser.add_argument("new", type=load)
+    parser.add_argument("old")
+    parser.add_argument("new")
     arguments = parser.parse_args()
     try:
-        print(compare(arguments.old, arguments.new))
-    except ValueError as error:
+        print(compare(load(arguments.old), load(arguments.new)))
+    except (OSError, ValueError) as error:
         sys.exit(f"not compared: {error}")
 
 

@@ -27,9 +27,7 @@ def command_of(python: pathlib.Path | str, script: str, arguments: list[str], fi
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--against", metavar="REV", help="build this commit and HEAD, and compare them in turn"
-    )
+    parser.add_argument("--against", metavar="REV", help="build this commit and HEAD, and compare them in turn")
     parser.add_argument("--pairs", type=options.count, default=3, help="processes of each commit for --against")
 
 

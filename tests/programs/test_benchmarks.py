@@ -346,6 +346,36 @@ def test_compare(tmp_path):
     assert "# warning: only in the old file: ring_psum, 2 ranks, 8 bytes, float32" in text
 
 
+ROW = {"ranks": 2, "bytes": 4, "dtype": "f32", "implementation": "a", "samples_us": {"a": [1.0]}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '"a"', "{", "{}", "[" * 10_000, b"\xff"]
+    + [json.dumps({"machine": {}, "rows": rows}) for rows in (7, [7], [{}], [ROW | {"ranks": "2"}])]
+    + [json.dumps({"machine": {}, "rows": [ROW | {"samples_us": samples}]}) for samples in ([], {"a": 1}, {"a": []})]
+    + [json.dumps({"machine": {}, "rows": [ROW | {"samples_us": {"a": [time]}}]}) for time in ("1", 0, None)]
+    + [json.dumps({"machine": [], "rows": [ROW]})],
+)
+def test_what_is_no_file_of_results_is_not_compared(text, tmp_path):
+    file = tmp_path / "results.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match="has no results of a benchmark: "):
+        compare.load(str(file))
+
+
+def test_what_a_file_of_results_says_is_escaped(tmp_path):
+    file, evil = tmp_path / "results.json", "\x1b[2J\n# mine"
+    file.write_text(
+        json.dumps({"machine": {"cpu": evil}, "rows": [ROW | {"dtype": evil, "samples_us": {evil: [1.0]}}]})
+    )
+    results = compare.load(str(file))
+    assert compare.compare(results, results).count("\n") == 1
+    with pytest.raises(ValueError, match="different machines") as raised:
+        compare.compare(results, {"machine": {"cpu": "x"}, "rows": []})
+    assert "\x1b" not in str(raised.value) + compare.table(results, results)
+
+
 @pytest.mark.full
 def test_compare_of_another_machine_is_refused_first(tmp_path):
     file = tmp_path / "old.json"
