@@ -20,7 +20,7 @@ pytestmark = pytest.mark.one_pair  # the launcher is Python's
 GROUP = Group(3, (Host("a", "a:1", (0, 1)), Host("b", "", ())), "job")
 VALUES = {
     "alive": [(1.5, None), (1.5, 2.5)],
-    "answer": [Answer("id", True, False, 3, True)],
+    "answer": [Answer("id", "a:1", True, False, 3, True)],
     "hello": [
         Hello(GROUP.hosts[0], None, (), 0, None, GROUP, (), ("2:3", 20.0)),
         Hello(GROUP.hosts[1], 1, ("b", "c"), 2, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),

@@ -40,7 +40,7 @@ class CannotGoOnError(Exception):
 
 
 Found = dict[str, Answer]  # by address
-_NOBODY = Answer("", False, False, 0, False)  # a machine is there, and nobody listens
+_NOBODY = Answer("", "", False, False, 0, False)  # a machine is there, and nobody listens
 
 
 def best_leader(found: Found, order: list[str]) -> str | None:
@@ -226,7 +226,7 @@ class Search:
     def _answer(self) -> Answer:
         runs = self.leader is not None and self.leader.generation is not None
         number = self._register.started.number
-        return Answer(self.own.id, self.leader is not None, self.follower is not None, number, runs)
+        return Answer(self.own.id, self.own.address, self.leader is not None, self.follower is not None, number, runs)
 
     async def ask(self) -> Found:
         """Asks all that this launcher knows of, itself as well, and notes who has ended."""
@@ -262,13 +262,25 @@ class Search:
                 )
             except BaseException as error:
                 writer.close()  # behind what was sent
+    def _is_of(self, answer: Answer, address: str) -> bool:
+        """Whether an answer is of a launcher at an address, and not of another one, to which somebody passes us on."""
+        if answer.id == self.own.id:
+            return False
+        if not self._options.hosts_change or address not in self._order or answer.address == address:
+            return True
+        self._say_once(
+            f"at {address} answers the launcher {f'of {answer.address}' if answer.address else 'of another address'}: "
+            "give all launchers the same --coordinator"
+        )
+        return False
+
                 if isinstance(error, ValueError):
                     self._say_once(f"what listens at {address} is no launcher of this version of jax_ring")
                     raise ConnectionError from error
                 raise
             try:
                 match await link.receive():
-                    case Message("answer", answer):
+                    case Message("answer", answer) if self._is_of(answer, address):
                         return link, answer
                 raise ConnectionError
             except BaseException:
