@@ -138,6 +138,22 @@ def test_a_message_that_is_too_long_is_not_read():
     assert said[0].endswith("is closed: a message of 4294967295 bytes; 1048576 are allowed")
 
 
+def test_a_message_that_is_too_long_is_not_sent():
+    """The other side would close the connection. Later ones arrive."""
+
+    async def scenario():
+        sent, said = [], []
+        writer = types.SimpleNamespace(write=sent.append, get_extra_info={"peername": ("::1", 4711, 0, 0)}.get)
+        link = links.Link(asyncio.StreamReader(), writer, 20.0, said.append, KEYS[::-1])
+        link.send(Message("left", (0, "x" * links._MOST_BYTES)))
+        link.send(Message("accepted", 3, 1))
+        return sent, said
+
+    sent, said = asyncio.run(scenario())
+    assert received(*sent) == ([Message("accepted", 3, 1)], [])
+    assert said == ["'left' of 1048596 bytes is not sent to [::1]:4711: too long"]
+
+
 def test_a_launcher_that_ends_within_a_message_is_no_stranger():
     first, second = framed(ACCEPTED, ENDED)
     assert received(first, second[:-3]) == ([Message("accepted", 3, 1)], [])

@@ -1,7 +1,10 @@
 """What is said of processes that no longer go on."""
 
+import contextlib
 import linecache
+import os
 import pathlib
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,6 +12,7 @@ from typing import NamedTuple
 from jax_ring.launcher.watching.page import STEPS, Notes
 
 _MAX_FRAMES = 20  # of a thread
+_MOST_SOURCE, _MOST_LINE, _MOST_TEXT = 1 << 22, 200, 1 << 16  # bytes of a file, letters of a line and of all stacks
 # Begin the names of files whose frames tell nothing.
 _CALLERS = (str(pathlib.Path(__file__).parents[2]), threading.__file__, "<frozen runpy>")
 # Where a process may be.
@@ -93,5 +97,14 @@ def readable(stacks: str) -> str:
             lines.append("another thread:" if lines else "MainThread:")
         for file, line, _, function in reversed(told[:_MAX_FRAMES]):
             lines.append(f'  File "{file}", line {line}, in {function}')
-            lines.append(f"    {linecache.getline(file, int(line) if line.isdecimal() else 0).strip()}")
-    return "\n".join(lines)
+            lines.append(f"    {_source(file, line)}")
+    return "\n".join(lines)[:_MOST_TEXT]
+
+
+def _source(file: str, line: str) -> str:
+    """A line of a file, if that is no pipe, and not much longer than programs are."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(file)
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_SOURCE:
+            return linecache.getline(file, int(line)).strip()[:_MOST_LINE]
+    return ""
