@@ -215,7 +215,7 @@ def test_the_report():
         "  rank 0 (pid 1): in the device's program; began 6 steps, completed 4, the last 1.0 s ago",
         "  ranks that have exited: 3",
         "",
-        "a table",
+        "  a table",
     ]
     assert found.blamed() == {
         1: "is stuck in step 5 (train): in Python",
@@ -223,6 +223,16 @@ def test_the_report():
         4: "is stuck in step 5 (train): stopped",
     }
     assert found._replace(behind=(0,)).blamed() == {0: "is stuck in step 5 (train): in the device's program"}
+
+
+def test_a_report_has_no_lines_that_look_like_others():
+    """The first is the launcher's, as are those behind it; what processes say in these is indented."""
+    forged = "jax_ring.launch: failed: all is well\njax_ring.launch: \r\u2028jax_ring.launch: once more"
+    lines = Report(1, (0,), {0: note(1, 0)}, {0: Place(report.PYTHON, forged, forged, forged)}).lines(8.0, "--watch")
+    assert sum("all is well" in line for line in lines) == 3
+    assert all(line.startswith("  ") for line in lines[1:] if line)
+    with pytest.raises(ValueError, match=r"'jax_ring.launch: .*' is no place of a process"):
+        checked(["jax_ring.launch: failed", "", "", ""], Place)
 
 
 def test_stacks_of_a_signal():
@@ -251,16 +261,6 @@ Current thread 0x03 (most recent call first):
     assert report.readable("") == ""
 
 
-@pytest.fixture
-def page():
-    page = Page.new()
-    yield page
-    page.close()
-
-
-def test_a_page(page):
-    same = Page(os.dup(page.file))  # as another process has it
-    page.words.counts = STEPS
 def test_stacks_that_no_python_has_written(tmp_path):
     """The launcher neither waits for a pipe nor reads what is large."""
     os.mkfifo(tmp_path / "pipe")
@@ -276,6 +276,16 @@ def test_stacks_that_no_python_has_written(tmp_path):
     assert sources == {"", "x" * report._MOST_LINE}
 
 
+@pytest.fixture
+def page():
+    page = Page.new()
+    yield page
+    page.close()
+
+
+def test_a_page(page):
+    same = Page(os.dup(page.file))  # as another process has it
+    page.words.counts = STEPS
     page.words.started = 7
     page.words.function = pages.cut("train")
     page.words.compiling = pages.cut("x" + "é" * 5000)
@@ -295,16 +305,6 @@ def test_stacks_that_no_python_has_written(tmp_path):
     same.close()
 
 
-def test_a_page_keeps_its_size(page):
-    """The launcher has it in memory, and would end with a process that takes that away."""
-    for size in (0, 1 << 40):
-        with pytest.raises(PermissionError):
-            os.ftruncate(page.file, size)
-    page.answer("é" * (1 << 20))
-    text = page.behind()
-    assert len(text) > 50_000
-    assert set(text[:-1]) == {"é"}
-    for offset in (0, 1 << 40):
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1.0, 1e308])
 def test_numbers_that_are_none(page, number):
     """The launcher can reckon with what it makes of them, and other launchers get it."""
@@ -341,6 +341,16 @@ def test_a_page_full_of_anything_fits_into_a_message(page, letter, is_answer, mo
     assert len(json.dumps(Message("place", (0, found)))) < links._MOST_BYTES
 
 
+def test_a_page_keeps_its_size(page):
+    """The launcher has it in memory, and would end with a process that takes that away."""
+    for size in (0, 1 << 40):
+        with pytest.raises(PermissionError):
+            os.ftruncate(page.file, size)
+    page.answer("é" * (1 << 20))
+    text = page.behind()
+    assert len(text) > 50_000
+    assert set(text[:-1]) == {"é"}
+    for offset in (0, 1 << 40):
         os.lseek(page.file, offset, os.SEEK_SET)
         assert page.behind()[:1] in ("", "é")
     assert page.read().counts == 0

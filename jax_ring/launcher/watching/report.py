@@ -28,6 +28,10 @@ class Place(NamedTuple):
     table: str = ""  # of the last calls of all processes that it knows of
     stacks: str = ""  # of its threads
 
+    def validate(self) -> None:
+        if self.kind not in ("", PYTHON, DEVICE, CALLBACK, COMPILATION, STOPPED):
+            raise ValueError(f"{self.kind!r:.100} is no place of a process")
+
 
 class Report(NamedTuple):
     """Processes that do not go on."""
@@ -38,7 +42,10 @@ class Report(NamedTuple):
     places: Mapping[int, Place]  # of those that run
 
     def lines(self, limit: float, source: str) -> list[str]:
-        """A line with all names, then each process and the last calls. limit: in seconds. source: who has set it."""
+        """A line with all names, then each process and the last calls. limit: in seconds. source: who has set it.
+
+        What processes say of themselves is indented, so that nobody takes it for what the launcher says.
+        """
         ranks = ", ".join(map(str, self.behind))
         who = f"ranks {ranks} have" if len(self.behind) > 1 else f"rank {ranks} has"
         what = f"{who} not completed {self._step()}" if self.step else "a program has not completed"
@@ -53,7 +60,7 @@ class Report(NamedTuple):
         if exited := [str(rank) for rank, notes in sorted(self.notes.items()) if notes.status == 0]:
             lines.append(f"  ranks that have exited: {', '.join(exited)}")
         if table := next(filter(None, (self.places[rank].table for rank in behind)), ""):
-            lines += ["", *table.rstrip().splitlines()]
+            lines += ["", *(f"  {line}" for line in table.rstrip().splitlines())]
         return lines
 
     def blamed(self) -> dict[int, str]:
