@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import pathlib
@@ -56,7 +57,10 @@ class Writer:
         self.room, self.empty = asyncio.Event(), asyncio.Event()
         self.room.set()
         self.empty.set()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError as error:  # Python does not keep the system's
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
 
     def put(self, file: int, data: bytes) -> None:
         """Queues data without blocking."""

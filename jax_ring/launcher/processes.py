@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import errno
 import os
 import pathlib
 import signal
@@ -20,6 +21,13 @@ _PROGRAM = pathlib.Path(__file__).parent / "worker.py"
 # so, and then removes names.
 _DESCENDANTS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
+# What to do about a lack that keeps a process, a thread or a file from being there.
+_REMEDIES = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, and pids.max of the control group), or start fewer (-n)",
+    errno.ENOMEM: "leave more memory, or start fewer processes (-n)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or start fewer processes (-n)",
+    errno.ENFILE: "close files of other programs, or raise the system's limit (fs.file-max)",
+}
 
 
 class State(enum.IntEnum):
@@ -129,6 +137,16 @@ def state_of(pid: int) -> str:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
         return ""
+
+
+def is_lack(error: OSError) -> bool:
+    """Whether the system has too little of something."""
+    return error.errno in _REMEDIES
+
+
+def explained(error: OSError) -> str:
+    """What an error says, and what to do about it, if that is known."""
+    return f"{error}: {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else str(error)
 
 
 def format_ranks(processes: Iterable[Process]) -> str:

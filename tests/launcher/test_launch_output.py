@@ -267,7 +267,10 @@ def test_too_few_files(tmp_path):
     command = ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *COMMAND, "-n", "20", write(tmp_path, "")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert result.returncode == 1, result.stderr
-    assert result.stderr == "jax_ring.launch: failed: too many open files for 20 processes\n"
+    assert result.stderr == (
+        "jax_ring.launch: failed: 20 processes cannot be started: [Errno 24] Too many open files: "
+        "raise the limit of open files (ulimit -n), or start fewer processes (-n)\n"
+    )
 
 
 @pytest.mark.parametrize(("ends", "status"), [("", 120), ("import sys; sys.exit(3)", 3)])
