@@ -283,10 +283,14 @@ class LogFiles:
                 if self._folder != self._parent:
                     self._log(f"the output of this job is in {self._folder}: {self._parent} has that of an earlier one")
             folder = _made(self._folder / f"restart-{restart}") if restart else self._folder
-            out, err = (_opened(folder / f"rank-{rank}.{end}") for end in ("out", "err"))
+            out = _opened(folder / f"rank-{rank}.out")
+            try:
+                return out, _opened(folder / f"rank-{rank}.err")
+            except OSError:
+                os.close(out)
+                raise
         except OSError as error:
             raise OSError(f"cannot write to --log-dir: {error}") from error
-        return out, err
 
 
 def _is_of(folder: pathlib.Path, job: str) -> bool:

@@ -224,6 +224,14 @@ def test_log_files_follow_no_link(tmp_path):
     assert other.read_text() == "of another program\n"
 
 
+def test_no_file_stays_open_when_the_next_one_is_refused(tmp_path):
+    claim(tmp_path, "job", rank=1)
+    (tmp_path / "rank-0.err").symlink_to(tmp_path / "other")
+    before = os.listdir("/proc/self/fd")
+    assert "rank-0.err is a link" in refusal(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_pipe_in_place_of_a_log_file(tmp_path):
     """It does not hold the launcher up, with or without a reader."""
     claim(tmp_path, "job", rank=1)
