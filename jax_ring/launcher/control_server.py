@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ring.launcher import protocol
+from jax_ring.launcher.newcomers import Newcomers
 from jax_ring.launcher.schema import read
 
 Answer = dict[str, Any]
@@ -22,19 +23,23 @@ class ControlServer:
     """
 
     def __init__(self, path: str, handler: Callable[[int, str, Any], Answer]) -> None:
-        self.path, self._handler = path, handler
+        self.path, self._handler, self._newcomers = path, handler, Newcomers()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
+        self._server = await asyncio.start_unix_server(self._serve, self.path, backlog=self._newcomers.at_once)
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Other errors: not a process of this launcher, or it has ended.
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError):
-            if protocol.is_own_user(writer.get_extra_info("socket")):
-                answer = self._handler(*read(await reader.readline(), tuple[int, str, Any]))
-                writer.write(json.dumps(answer).encode() + b"\n")
+        with contextlib.closing(writer):
+            try:
+                async with self._newcomers.admitted(writer):
+                    if not protocol.is_own_user(writer.get_extra_info("socket")):
+                        return
+                    request = read(await reader.readline(), tuple[int, str, Any])
+            except (OSError, ValueError):
+                return  # not a process of this launcher, or it has ended
+            writer.write(json.dumps(self._handler(*request)).encode() + b"\n")
