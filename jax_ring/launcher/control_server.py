@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
-from jax_ring.launcher import protocol
 from jax_ring.launcher.newcomers import Newcomers
 from jax_ring.launcher.schema import read
 
@@ -16,13 +18,14 @@ Answer = dict[str, Any]
 class ControlServer:
     """Listens to the processes of this launcher.
 
-    handler: called with a process's number, what it asks for and the values; returns the answer.
+    handler: called with the pid of who asks, 0 if the system does not tell, a process's number, what it asks for and
+      the values; returns the answer.
 
     Attributes:
       path: of the socket, for `JAX_RING_CONTROL`.
     """
 
-    def __init__(self, path: str, handler: Callable[[int, str, Any], Answer]) -> None:
+    def __init__(self, path: str, handler: Callable[[int, int, str, Any], Answer]) -> None:
         self.path, self._handler, self._newcomers = path, handler, Newcomers()
         self._server: asyncio.Server | None = None
 
@@ -37,9 +40,17 @@ class ControlServer:
         with contextlib.closing(writer):
             try:
                 async with self._newcomers.admitted(writer):
-                    if not protocol.is_own_user(writer.get_extra_info("socket")):
+                    pid, user = _peer(writer.get_extra_info("socket"))
+                    if user != os.geteuid():
                         return
                     request = read(await reader.readline(), tuple[int, str, Any])
             except (OSError, ValueError):
                 return  # not a process of this launcher, or it has ended
-            writer.write(json.dumps(self._handler(*request)).encode() + b"\n")
+            writer.write(json.dumps(self._handler(pid, *request)).encode() + b"\n")
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The pid, and the user, of the process at the other end of a Unix socket; pid 0 in another namespace."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user

@@ -21,7 +21,7 @@ from jax_ring.launcher.hosts.groups import Group
 from jax_ring.launcher.hosts.leader import Leader
 from jax_ring.launcher.hosts.search import CannotGoOnError, Search, split
 from jax_ring.launcher.output import Output
-from jax_ring.launcher.processes import explained
+from jax_ring.launcher.processes import explained, may_be
 from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.signals import SignalledError
 
@@ -242,9 +242,11 @@ class Job:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
-    def _asked(self, number: int, do: str, values: Any) -> Answer:
+    def _asked(self, pid: int, number: int, do: str, values: Any) -> Answer:
         if self._attempt is None or (process := self._attempt.processes.get(number)) is None:
             return {"error": "this process belongs to a generation that has ended"}
+        if not may_be(pid, process.pid):
+            return {"error": f"process {pid} asks for something as {process.name}, which has not started it"}
         return self._attempt.asked(process, do, values)
 
     def _reap(self) -> None:

@@ -134,9 +134,26 @@ class Process:
 def state_of(pid: int) -> str:
     """A process's state, as in `ps`; empty if there is none."""
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
+        return _stat(pid)[0]
+    except (OSError, IndexError):
         return ""
+
+
+def may_be(pid: int, process: int) -> bool:
+    """Whether a pid may be that of a process or of one that it has started. True where the system does not tell."""
+    try:
+        while pid > 1:
+            if process in (pid, os.getsid(pid)):
+                return True
+            pid = int(_stat(pid)[1])  # its parent
+    except (OSError, IndexError):
+        return True  # it has ended, or there is no /proc
+    return pid == 0  # it is in another namespace
+
+
+def _stat(pid: int) -> list[str]:
+    """The numbers of a process behind its name, as its state and its parent."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
 
 
 def is_lack(error: OSError) -> bool:

@@ -182,9 +182,3 @@ def read_mark(file: int) -> tuple[int, int] | None:
         return None
     is_whole, generation, number = KEPT_MARK.unpack(data)
     return (generation, number) if is_whole else None
-
-
-def is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this process's user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.geteuid()

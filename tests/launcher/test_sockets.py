@@ -16,6 +16,7 @@ from launches import COMMAND, MODULE, command_with, run, start
 from jax_ring.launcher import protocol
 from jax_ring.launcher.coordinator import folder
 from jax_ring.launcher.coordinator.folder import SocketFolder
+from jax_ring.launcher.processes import may_be
 
 # Says where its sockets are, by what the launcher tells it.
 SAYS_WHERE = """
@@ -198,6 +199,49 @@ with socket.socket(socket.AF_UNIX) as connection:
 """
     command = command_with("import jax_ring.launcher.newcomers as n; n._SECONDS = 0.1")
     assert run("-n", "1", script(text), command=command) == (0, ["[0] b''"], "")
+
+
+# Rank 1 speaks as rank 0, then as itself by a program of its own in another session.
+SPEAKS = f"""
+import os, runpy, subprocess, sys
+ask = runpy.run_path({protocol.__file__!r})["ask"]
+if sys.argv[1:]:
+    ask("enlist", 1, None)
+    print("enlisted")
+elif os.environ["JAX_PROCESS_ID"] == "1":
+    program = [sys.executable, __file__, "as itself"]
+    subprocess.run(program, check=True, start_new_session=True)
+    os.environ["JAX_RING_LAUNCHED"] = "0"
+    try: ask("report", "Error", "of another", None)
+    except RuntimeError as error: print(error)
+"""
+
+
+@pytest.mark.one_pair
+def test_a_process_does_not_speak_for_another(script):
+    status, out, err = run("-n", "2", script(SPEAKS))
+    assert (status, err) == (0, "")
+    assert out[0] == "[1] enlisted"
+    assert re.fullmatch(
+        r"\[1\] jax_ring.launch: process \d+ asks for something as rank 0 \(pid \d+\), which has not started it", out[1]
+    )
+
+
+@pytest.mark.one_pair
+def test_whose_process_it_may_be():
+    """One that has ended, or is in another namespace, is known by its user alone."""
+    options = {"start_new_session": True, "stdin": subprocess.PIPE}
+    reads = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(reads, **options) as first, subprocess.Popen(reads, **options) as second:
+        assert may_be(first.pid, first.pid)
+        assert may_be(first.pid, os.getpid())
+        assert not may_be(first.pid, second.pid)
+        assert not may_be(os.getpid(), first.pid)
+        assert not may_be(1, first.pid)
+        for each in (first, second):
+            each.communicate(b"\n")
+    assert may_be(first.pid, second.pid)
+    assert may_be(0, second.pid)
 
 
 @pytest.mark.one_pair
