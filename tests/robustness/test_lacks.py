@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from launches import command_with, run
+from launches import command_with, reserved_ports, run, start
 
 from jax_ring.launcher import signals
 
@@ -55,6 +55,22 @@ def test_a_process_that_cannot_be_started(script, number, which, what):
     assert status == 1
     assert err.splitlines()[-1] == f"jax_ring.launch: failed: {said}"
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.usefixtures("secret")
+def test_other_hosts_are_told(script, restarts):
+    with reserved_ports(1) as (port,):
+        options = ["--nnodes", "2", "--coordinator", f"127.0.0.1:{port}", "--max-restarts", str(restarts)]
+        launchers = [
+            start("-n", "1", *options, "--backoff", "0", "--node-rank", str(rank), script("print('here')"), **command)
+            for rank, command in enumerate([{"command": lacking(errno.EAGAIN, SERVICE)}, {}])
+        ]
+        ends = [(*launcher.communicate(timeout=120), launcher.returncode) for launcher in launchers]
+    assert [status for _, _, status in ends] == [1 - restarts] * 2, ends
+    if not restarts:
+        said = f"the coordination service could not be started: [Errno {errno.EAGAIN}] {os.strerror(errno.EAGAIN)}: "
+        assert ends[1][1] == f"jax_ring.launch: failed: host 0: {said}{REMEDIES[errno.EAGAIN]}\n"
 
 
 @pytest.mark.parametrize("number", REMEDIES)
