@@ -7,13 +7,13 @@ period. SIGUSR1 and SIGUSR2 are passed on, and end nothing. Standard input is em
 """
 
 import asyncio
-import errno
 import sys
 from collections.abc import Sequence
 
 from jax_ring.launcher import arguments as command_line
 from jax_ring.launcher.coordinator.folder import NoPlaceError
 from jax_ring.launcher.job import Job
+from jax_ring.launcher.processes import explained, is_lack
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoPlaceError as error:
         sys.exit(f"jax_ring.launch: failed: {error}")
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
+        if not is_lack(error):
             raise
-        sys.exit(f"jax_ring.launch: failed: too many open files for {options.processes} processes")
+        sys.exit(f"jax_ring.launch: failed: {options.processes} processes cannot be started: {explained(error)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jax_ring.launcher.control_server import Answer
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.events import End, Failure, Report, failure_of_report, failure_of_status
 from jax_ring.launcher.hosts.follower import Follower
-from jax_ring.launcher.processes import Process, State, format_ranks
+from jax_ring.launcher.processes import Process, State, explained, format_ranks
 from jax_ring.launcher.schema import checked
 from jax_ring.launcher.shared import Needs, Shared
 from jax_ring.launcher.signals import SignalledError
@@ -60,7 +60,7 @@ class Attempt:
                 try:
                     self._start(slot, rank)
                 except OSError as error:
-                    self._failed(Failure(f"rank {rank}", rank, f"could not be started: {error}"))
+                    self._failed(Failure(f"rank {rank}", rank, f"could not be started: {explained(error)}"))
                     break
             return await self._supervise()
         finally:

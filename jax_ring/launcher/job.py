@@ -14,12 +14,14 @@ from jax_ring.launcher.attempt import Attempt
 from jax_ring.launcher.control_server import Answer, ControlServer
 from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.coordinator.process import Service
+from jax_ring.launcher.events import NO_RANK, Failure
 from jax_ring.launcher.hosts.follower import Follower
 from jax_ring.launcher.hosts.generation import Outcome
 from jax_ring.launcher.hosts.groups import Group
 from jax_ring.launcher.hosts.leader import Leader
 from jax_ring.launcher.hosts.search import CannotGoOnError, Search, split
 from jax_ring.launcher.output import Output
+from jax_ring.launcher.processes import explained, may_be
 from jax_ring.launcher.shared import Shared
 from jax_ring.launcher.signals import SignalledError
 
@@ -138,7 +140,11 @@ class Job:
         """A generation on all hosts, with a coordination service here."""
         own, path = self._search.own, self._shared.sockets.socket(f"coordinator-{group.number}")
         with environment.coordinator_address(split(own.address)[0] if own.address else "", path) as coordinator:
-            self._service = service = Service(self._shared.output, coordinator, group.num_processes)
+            try:
+                self._service = service = Service(self._shared.output, coordinator, group.num_processes)
+            except OSError as error:
+                what = f"could not be started: {explained(error)}"
+                return Outcome(1, Failure("the coordination service", NO_RANK, what))
             try:
                 if self._options.hosts_change:
                     hosts = ", ".join(f"{index} ({host.address})" for index, host in enumerate(group.hosts))
@@ -236,9 +242,11 @@ class Job:
         if self._attempt is not None:
             self._attempt.pass_on(signum)
 
-    def _asked(self, number: int, do: str, values: Any) -> Answer:
+    def _asked(self, pid: int, number: int, do: str, values: Any) -> Answer:
         if self._attempt is None or (process := self._attempt.processes.get(number)) is None:
             return {"error": "this process belongs to a generation that has ended"}
+        if not may_be(pid, process.pid):
+            return {"error": f"process {pid} asks for something as {process.name}, which has not started it"}
         return self._attempt.asked(process, do, values)
 
     def _reap(self) -> None:

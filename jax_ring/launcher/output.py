@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import pathlib
@@ -56,7 +57,10 @@ class Writer:
         self.room, self.empty = asyncio.Event(), asyncio.Event()
         self.room.set()
         self.empty.set()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError as error:  # Python does not keep the system's
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
 
     def put(self, file: int, data: bytes) -> None:
         """Queues data without blocking."""
@@ -279,10 +283,14 @@ class LogFiles:
                 if self._folder != self._parent:
                     self._log(f"the output of this job is in {self._folder}: {self._parent} has that of an earlier one")
             folder = _made(self._folder / f"restart-{restart}") if restart else self._folder
-            out, err = (_opened(folder / f"rank-{rank}.{end}") for end in ("out", "err"))
+            out = _opened(folder / f"rank-{rank}.out")
+            try:
+                return out, _opened(folder / f"rank-{rank}.err")
+            except OSError:
+                os.close(out)
+                raise
         except OSError as error:
             raise OSError(f"cannot write to --log-dir: {error}") from error
-        return out, err
 
 
 def _is_of(folder: pathlib.Path, job: str) -> bool:

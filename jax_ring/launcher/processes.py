@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import errno
 import os
 import pathlib
 import signal
@@ -20,6 +21,13 @@ _PROGRAM = pathlib.Path(__file__).parent / "worker.py"
 # so, and then removes names.
 _DESCENDANTS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
+# What to do about a lack that keeps a process, a thread or a file from being there.
+_REMEDIES = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, and pids.max of the control group), or start fewer (-n)",
+    errno.ENOMEM: "leave more memory, or start fewer processes (-n)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or start fewer processes (-n)",
+    errno.ENFILE: "close files of other programs, or raise the system's limit (fs.file-max)",
+}
 
 
 class State(enum.IntEnum):
@@ -126,9 +134,36 @@ class Process:
 def state_of(pid: int) -> str:
     """A process's state, as in `ps`; empty if there is none."""
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
+        return _stat(pid)[0]
+    except (OSError, IndexError):
         return ""
+
+
+def may_be(pid: int, process: int) -> bool:
+    """Whether a pid may be that of a process or of one that it has started. True where the system does not tell."""
+    try:
+        while pid > 1:
+            if process in (pid, os.getsid(pid)):
+                return True
+            pid = int(_stat(pid)[1])  # its parent
+    except (OSError, IndexError):
+        return True  # it has ended, or there is no /proc
+    return pid == 0  # it is in another namespace
+
+
+def _stat(pid: int) -> list[str]:
+    """The numbers of a process behind its name, as its state and its parent."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+
+
+def is_lack(error: OSError) -> bool:
+    """Whether the system has too little of something."""
+    return error.errno in _REMEDIES
+
+
+def explained(error: OSError) -> str:
+    """What an error says, and what to do about it, if that is known."""
+    return f"{error}: {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else str(error)
 
 
 def format_ranks(processes: Iterable[Process]) -> str:

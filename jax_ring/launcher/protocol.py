@@ -30,6 +30,7 @@ KEPT_MARK = struct.Struct("<?xxxxxxxqq")
 WATCH_VARIABLE = "JAX_RING_WATCH"  # whether a program without steps notes executions
 # How long a failing process waits for the launcher to take its report.
 _REPORT_SECONDS = 2.0
+_POLL_SECONDS = 0.01
 _MESSAGE_LENGTH = 8000  # characters in a report; more would not fit into a line that the launcher reads
 _FEWEST_BYTES = 16  # of a secret
 _KEY_BYTES = 32
@@ -119,7 +120,7 @@ def ask(do: str, *values: Any, awaits_answer: bool = True, seconds: float | None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
         try:
-            connection.connect(path)
+            _connect(connection, path, seconds)
             connection.sendall(json.dumps([int(number), do, values]).encode() + b"\n")
             line = connection.makefile("rb").readline() if awaits_answer else b"{}"
         except OSError as error:
@@ -133,6 +134,18 @@ def ask(do: str, *values: Any, awaits_answer: bool = True, seconds: float | None
         raise ValueError(answer["error"])
     if "error" in answer:
         raise RefusedError(f"jax_ring.launch: {answer['error']}")
+
+
+def _connect(connection: socket.socket, path: str, seconds: float | None) -> None:
+    """Connects to a launcher, which may have to accept others first."""
+    until = time.monotonic() + (seconds or 0.0)
+    while True:
+        try:
+            return connection.connect(path)
+        except BlockingIOError:  # with a limit of time, a socket does not wait for that by itself
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def leave(reason: str) -> NoReturn:
@@ -169,9 +182,3 @@ def read_mark(file: int) -> tuple[int, int] | None:
         return None
     is_whole, generation, number = KEPT_MARK.unpack(data)
     return (generation, number) if is_whole else None
-
-
-def is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this process's user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.geteuid()

@@ -1,9 +1,10 @@
 """Signals to the launcher: queued as events, passed on, and what a wait makes of them."""
 
 import asyncio
+import errno
 import signal
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jax_ring.launcher import events
@@ -24,10 +25,23 @@ class SignalledError(Exception):
         self.signum = signum
 
 
+class Threads(ThreadPoolExecutor):
+    """What looks up names. One that the system does not start is an error as of a look-up, which callers expect."""
+
+    def __init__(self) -> None:
+        super().__init__(initializer=leave_signals_to_main_thread)
+
+    def submit(self, *arguments: Any, **named: Any) -> Future:
+        try:
+            return super().submit(*arguments, **named)
+        except RuntimeError as error:
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
+
+
 def receive(end: Callable[[int], None], pass_on: Callable[[int], None], reap: Callable[[], None]) -> None:
     """Has functions called in the event loop: at a signal that ends the job, another one, and the end of a child."""
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(initializer=leave_signals_to_main_thread))  # it looks up names
+    loop.set_default_executor(Threads())
     # Not asyncio's subprocesses: they end only when their pipes are closed, and descendants may hold the pipes open.
     loop.add_signal_handler(signal.SIGCHLD, reap)
     # The launcher's parent may block these signals, and the job's processes would inherit that.

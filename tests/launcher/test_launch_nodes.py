@@ -14,6 +14,7 @@ from jax_ring.launcher.control_server import ControlServer
 from jax_ring.launcher.coordinator.folder import SocketFolder
 from jax_ring.launcher.environment import Plan
 from jax_ring.launcher.signals import SignalledError, unless_signalled
+from jax_ring.launcher.watching import page
 
 pytestmark = [pytest.mark.one_pair, pytest.mark.usefixtures("secret")]  # the launcher is Python's
 
@@ -235,6 +236,24 @@ def test_a_stranger_at_a_port(script):
     assert second == (0, ["[1] here"], "")
     assert f"the connection with 127.0.0.1:{own} is closed: b'GET / HT' is no greeting of a launcher" in first[2]
     assert "Traceback" not in first[2]
+
+
+WRITES = f"""
+import os, runpy, time
+words = runpy.run_path({page.__file__!r})["Page"].of_launcher().words
+if os.environ["JAX_PROCESS_ID"] == "1":
+    words.counts = 2**62
+    words.limit = words.completed_at = words.compiling_since = float("nan")
+    time.sleep(1)  # the launchers look four times a second
+print("here")
+"""
+
+
+def test_a_process_that_writes_anything_into_its_page_is_no_matter_of_other_hosts(script):
+    with reserved_ports(1) as (port,):
+        options = ["-n", "1", "--nnodes", "2", "--coordinator", f"127.0.0.1:{port}", script(WRITES)]
+        launchers = [start("--node-rank", str(rank), *options) for rank in range(2)]
+        assert ends(launchers) == [(0, [f"[{rank}] here"], "") for rank in range(2)]
 
 
 def test_events_are_kept_while_something_else_is_awaited():

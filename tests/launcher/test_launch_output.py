@@ -224,6 +224,14 @@ def test_log_files_follow_no_link(tmp_path):
     assert other.read_text() == "of another program\n"
 
 
+def test_no_file_stays_open_when_the_next_one_is_refused(tmp_path):
+    claim(tmp_path, "job", rank=1)
+    (tmp_path / "rank-0.err").symlink_to(tmp_path / "other")
+    before = os.listdir("/proc/self/fd")
+    assert "rank-0.err is a link" in refusal(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_pipe_in_place_of_a_log_file(tmp_path):
     """It does not hold the launcher up, with or without a reader."""
     claim(tmp_path, "job", rank=1)
@@ -267,7 +275,10 @@ def test_too_few_files(tmp_path):
     command = ["sh", "-c", 'ulimit -n 20; exec "$@"', "sh", *COMMAND, "-n", "20", write(tmp_path, "")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert result.returncode == 1, result.stderr
-    assert result.stderr == "jax_ring.launch: failed: too many open files for 20 processes\n"
+    assert result.stderr == (
+        "jax_ring.launch: failed: 20 processes cannot be started: [Errno 24] Too many open files: "
+        "raise the limit of open files (ulimit -n), or start fewer processes (-n)\n"
+    )
 
 
 @pytest.mark.parametrize(("ends", "status"), [("", 120), ("import sys; sys.exit(3)", 3)])

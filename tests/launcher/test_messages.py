@@ -20,7 +20,7 @@ pytestmark = pytest.mark.one_pair  # the launcher is Python's
 GROUP = Group(3, (Host("a", "a:1", (0, 1)), Host("b", "", ())), "job")
 VALUES = {
     "alive": [(1.5, None), (1.5, 2.5)],
-    "answer": [Answer("id", True, False, 3, True)],
+    "answer": [Answer("id", "a:1", True, False, 3, True)],
     "hello": [
         Hello(GROUP.hosts[0], None, (), 0, None, GROUP, (), ("2:3", 20.0)),
         Hello(GROUP.hosts[1], 1, ("b", "c"), 2, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),
@@ -136,6 +136,22 @@ def test_nobody_else_writes_into_a_connection(data, count):
 def test_a_message_that_is_too_long_is_not_read():
     _, said = received(b"\xff\xff\xff\xff")
     assert said[0].endswith("is closed: a message of 4294967295 bytes; 1048576 are allowed")
+
+
+def test_a_message_that_is_too_long_is_not_sent():
+    """The other side would close the connection. Later ones arrive."""
+
+    async def scenario():
+        sent, said = [], []
+        writer = types.SimpleNamespace(write=sent.append, get_extra_info={"peername": ("::1", 4711, 0, 0)}.get)
+        link = links.Link(asyncio.StreamReader(), writer, 20.0, said.append, KEYS[::-1])
+        link.send(Message("left", (0, "x" * links._MOST_BYTES)))
+        link.send(Message("accepted", 3, 1))
+        return sent, said
+
+    sent, said = asyncio.run(scenario())
+    assert received(*sent) == ([Message("accepted", 3, 1)], [])
+    assert said == ["'left' of 1048596 bytes is not sent to [::1]:4711: too long"]
 
 
 def test_a_launcher_that_ends_within_a_message_is_no_stranger():

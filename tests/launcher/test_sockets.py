@@ -148,6 +148,17 @@ def test_jobs_do_not_disturb_each_other(script, tmp_path):
     assert_removed(folders[1])
 
 
+@pytest.mark.one_pair
+def test_a_folder_that_its_process_cannot_remove(monkeypatch):
+    """The small process does, which is not ended before."""
+    made = SocketFolder()
+    path = pathlib.Path(made.socket("control"))
+    path.touch()
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda *_, **__: None)  # as without a file to open it
+    made.close()
+    assert_removed(path.parent)
+
+
 # ---- Where the folder is ---------------------------------------------------------------------------------------------
 
 

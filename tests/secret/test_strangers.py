@@ -5,7 +5,9 @@ import contextlib
 import re
 import secrets
 import socket
+import threading
 import time
+import types
 
 import pytest
 from launches import reserved_ports, start
@@ -14,7 +16,8 @@ from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import Failure
 from jax_ring.launcher.hosts.groups import Group, Host
 from jax_ring.launcher.hosts.links import BUFFER_BYTES, Link
-from jax_ring.launcher.hosts.messages import Hello, Message
+from jax_ring.launcher.hosts.messages import Answer, Hello, Message
+from jax_ring.launcher.hosts.search import Search
 from jax_ring.launcher.shared import Shared
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
@@ -167,6 +170,70 @@ def test_many_strangers_are_few_lines(hosts):
     status, _, err = end(first)
     assert status == 0
     assert 0 < err.count("refused the launcher at ") < 30  # at most one in five seconds
+
+
+@contextlib.contextmanager
+def passing_on(port, to):
+    """A stranger at a port, who passes on what comes to another port, and what that answers."""
+
+    async def copied(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 12):
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader, writer):
+        try:
+            others = await asyncio.open_connection("127.0.0.1", to)
+        except ConnectionError:
+            writer.close()
+        else:
+            await asyncio.gather(copied(reader, others[1]), copied(others[0], writer))
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", port, reuse_address=True))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+        loop.close()
+
+
+def test_one_who_passes_on_what_a_launcher_says_is_not_that(hosts):
+    """In the place of one that is not there. Each of the others asks it, and the first meets itself."""
+    right = secrets.token_hex()
+    with passing_on(hosts.ports[0], hosts.ports[1]):
+        options = ("--join-timeout", "0", "--node-timeout", "20")
+        launchers = [hosts(rank, *options, secret=right, nnodes="2:3") for rank in (1, 2)]
+        ends = [end(launcher) for launcher in launchers]
+    assert [(status, out[4:]) for status, out, _ in ends] == [(0, "here\n")] * 2, ends
+
+
+def test_who_answers_at_an_address():
+    """The user may have written another name for it; where a launcher has any port, the others cannot know that."""
+    shared, said = Shared(Options((), hosts_change=True, coordinators=(("a", 1), ("b", 1)))), []
+    shared.output = types.SimpleNamespace(log=said.append)
+    search = Search(shared)
+    other = Answer("another", "b:1", True, False, 0, False)
+    assert search._is_of(other, "b:1")
+    assert search._is_of(other, "c:1")
+    assert not search._is_of(other._replace(id=search.own.id), "b:1")
+    assert not said
+    for _ in range(2):
+        assert not search._is_of(other, "a:1")
+        assert not search._is_of(other._replace(address=""), "a:1")
+    assert said == [
+        f"at a:1 answers the launcher of {where}: give all launchers the same --coordinator"
+        for where in ("b:1", "another address")
+    ]
 
 
 # ---- Where there is no secret: what is said is checked nevertheless --------------------------------------------------

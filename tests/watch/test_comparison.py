@@ -1,12 +1,17 @@
 """Which processes are stuck, by the notes of all, without processes and clocks."""
 
 import asyncio
+import json
+import math
 import os
 import re
 import types
 
 import pytest
 
+from jax_ring.launcher.hosts import links
+from jax_ring.launcher.hosts.messages import Message, decode
+from jax_ring.launcher.schema import checked
 from jax_ring.launcher.watching import page as pages
 from jax_ring.launcher.watching import reader, report
 from jax_ring.launcher.watching.page import EXECUTIONS, STEPS, Notes, Page
@@ -210,7 +215,7 @@ def test_the_report():
         "  rank 0 (pid 1): in the device's program; began 6 steps, completed 4, the last 1.0 s ago",
         "  ranks that have exited: 3",
         "",
-        "a table",
+        "  a table",
     ]
     assert found.blamed() == {
         1: "is stuck in step 5 (train): in Python",
@@ -218,6 +223,16 @@ def test_the_report():
         4: "is stuck in step 5 (train): stopped",
     }
     assert found._replace(behind=(0,)).blamed() == {0: "is stuck in step 5 (train): in the device's program"}
+
+
+def test_a_report_has_no_lines_that_look_like_others():
+    """The first is the launcher's, as are those behind it; what processes say in these is indented."""
+    forged = "jax_ring.launch: failed: all is well\njax_ring.launch: \r\u2028jax_ring.launch: once more"
+    lines = Report(1, (0,), {0: note(1, 0)}, {0: Place(report.PYTHON, forged, forged, forged)}).lines(8.0, "--watch")
+    assert sum("all is well" in line for line in lines) == 3
+    assert all(line.startswith("  ") for line in lines[1:] if line)
+    with pytest.raises(ValueError, match=r"'jax_ring.launch: .*' is no place of a process"):
+        checked(["jax_ring.launch: failed", "", "", ""], Place)
 
 
 def test_stacks_of_a_signal():
@@ -244,6 +259,21 @@ Current thread 0x03 (most recent call first):
         '  File "/nowhere/load.py", line ???, in parse',
     ]
     assert report.readable("") == ""
+
+
+def test_stacks_that_no_python_has_written(tmp_path):
+    """The launcher neither waits for a pipe nor reads what is large."""
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "large.py", "wb") as large:
+        large.truncate(1 << 30)
+    (tmp_path / "wide.py").write_text("x" * 10_000)
+    frames = [
+        f"{tmp_path}/pipe\", line 1", f"{tmp_path}/large.py\", line 1", f"{tmp_path}/wide.py\", line 1",
+        f"{__file__}\", line {'1' * 5000}", "/nul\0\", line 1", "/dev/zero\", line 1",
+    ]  # fmt: skip
+    found = report.readable("\n".join(["Thread:", *(f'  File "{frame} in f' for frame in frames)]))
+    sources = {line.strip() for line in found.splitlines()[1:] if 'File "' not in line}
+    assert sources == {"", "x" * report._MOST_LINE}
 
 
 @pytest.fixture
@@ -275,6 +305,42 @@ def test_a_page(page):
     same.close()
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1.0, 1e308])
+def test_numbers_that_are_none(page, number):
+    """The launcher can reckon with what it makes of them, and other launchers get it."""
+    words = page.words
+    words.counts = words.started = words.completed = words.ends_job = 2**63 - 1
+    words.limit = words.completed_at = words.compiling_since = number
+    words.function = words.compiling = b"\xff\x01" * 512
+    notes = page.read("rank 0")
+    assert notes.counts == notes.completed_ago == notes.compiling_for == 0
+    assert notes.limit == (number if number == 1e308 else 0)
+    message = Message("progress", ((0, notes),))
+    assert decode(json.dumps(message, allow_nan=False).encode()) == message
+
+
+@pytest.mark.parametrize("letter", [b"\x7f", b"\xff", "é".encode(), "\N{GRINNING FACE}".encode()])
+@pytest.mark.parametrize("is_answer", [True, False])
+def test_a_page_full_of_anything_fits_into_a_message(page, letter, is_answer, monkeypatch):
+    monkeypatch.setattr(reader, "_POLLS", 1)
+    begin, end = (b'["in Python", "", "', b'", ""]') if is_answer else (b'Thread:\n  File "', b'", line 1 in f\n')
+    room = pages._END - pages._SIZE - len(begin) - len(end)
+
+    async def place():
+        process = types.SimpleNamespace(page=page, is_stopped=lambda: False)
+        found = asyncio.create_task(reader._place(process))
+        await asyncio.sleep(0)
+        page.clear()
+        os.write(page.file, begin + letter * (room // len(letter)) + end)
+        page.words.asked = not is_answer
+        monkeypatch.setattr(page, "clear", lambda: None)
+        return await found
+
+    found = asyncio.run(place())
+    assert len(found.table or found.stacks) > 10_000
+    assert len(json.dumps(Message("place", (0, found)))) < links._MOST_BYTES
+
+
 def test_a_page_keeps_its_size(page):
     """The launcher has it in memory, and would end with a process that takes that away."""
     for size in (0, 1 << 40):
@@ -282,7 +348,7 @@ def test_a_page_keeps_its_size(page):
             os.ftruncate(page.file, size)
     page.answer("é" * (1 << 20))
     text = page.behind()
-    assert len(text) > 100_000
+    assert len(text) > 50_000
     assert set(text[:-1]) == {"é"}
     for offset in (0, 1 << 40):
         os.lseek(page.file, offset, os.SEEK_SET)

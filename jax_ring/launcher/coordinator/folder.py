@@ -28,6 +28,8 @@ for each in os.listdir(sys.argv[1]):
 os.rmdir(sys.argv[1])
 """
 
+_REMOVER_SECONDS = 5.0  # for it to remove what its process could not
+
 
 class NoPlaceError(OSError):
     """There is no place for the sockets of a job."""
@@ -53,11 +55,13 @@ class SocketFolder:
         return f"{self._path}/{name}"
 
     def close(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._remover.kill()
-        self._remover.wait()
+        shutil.rmtree(self._path, ignore_errors=True)  # not where this process has no file left to look into it
         assert self._remover.stdin is not None
         self._remover.stdin.close()
+        if not os.path.exists(self._path):
+            self._remover.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._remover.wait(_REMOVER_SECONDS)
 
 
 def _new() -> str:

@@ -72,6 +72,9 @@ class Link:
     def send(self, message: Message) -> None:
         """Sends a message without blocking, or drops it if the other side has gone."""
         data = json.dumps(message).encode()
+        if len(data) > _MOST_BYTES:  # the other side would close the connection
+            self._log(f"{message.kind!r} of {len(data)} bytes is not sent to {peer(self._writer)}: too long")
+            return
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + self._sent.next(data) + data)
 

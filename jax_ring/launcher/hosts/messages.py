@@ -14,6 +14,7 @@ class Answer(NamedTuple):
     """What a launcher says of itself to one that has connected."""
 
     id: str  # random
+    address: str  # as in `Host`
     leads: bool
     follows: bool
     number: int  # of the last group that it knows to have started

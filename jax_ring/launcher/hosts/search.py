@@ -7,7 +7,6 @@ that of host 0 leads, and a job of one host listens nowhere.
 import asyncio
 import errno
 import math
-import resource
 import secrets
 import time
 
@@ -18,16 +17,13 @@ from jax_ring.launcher.hosts.leader import Leader, described
 from jax_ring.launcher.hosts.links import BUFFER_BYTES, Link, peer
 from jax_ring.launcher.hosts.messages import Answer, Hello, Message, MessageError
 from jax_ring.launcher.hosts.secret import OtherSecretError
+from jax_ring.launcher.newcomers import Newcomers
 from jax_ring.launcher.shared import Needs, Shared
 
 _ANSWER_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # While it gathers hosts, a leader asks others this often whether one of them leads.
 _ASK_SECONDS = 1.0
-# How long a connection may take until it is that of a host, and how many may be there so long: no more than this part
-# of the files that the launcher may open.
-_NEWCOMER_SECONDS = 5.0
-_MOST_NEWCOMERS, _PART_OF_FILES = 256, 4
 _QUIET_SECONDS = 5.0  # between lines that anybody can make this launcher say
 
 
@@ -40,7 +36,7 @@ class CannotGoOnError(Exception):
 
 
 Found = dict[str, Answer]  # by address
-_NOBODY = Answer("", False, False, 0, False)  # a machine is there, and nobody listens
+_NOBODY = Answer("", "", False, False, 0, False)  # a machine is there, and nobody listens
 
 
 def best_leader(found: Found, order: list[str]) -> str | None:
@@ -69,10 +65,7 @@ class Search:
         self.follower: Follower | None = None
         self._server: asyncio.Server | None = None
         self._said: set[str] = set()
-        self._newcomers: dict[asyncio.StreamWriter, None] = {}  # connections that are no host's yet, oldest first
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = _MOST_NEWCOMERS if files == resource.RLIM_INFINITY else files // _PART_OF_FILES
-        self._most_newcomers = min(_MOST_NEWCOMERS, limit)
+        self._newcomers = Newcomers()  # connections that are no host's yet
         self._said_rarely, self._unsaid = -math.inf, 0
         self._other_secrets: dict[str, str] = {}  # by address, who has another secret than this one, when last asked
         self._since = time.monotonic()  # when there were last enough hosts
@@ -183,14 +176,9 @@ class Search:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says to a newcomer who this launcher is, and takes it in if it asks for that."""
-        self._newcomers[writer] = None
-        if len(self._newcomers) > self._most_newcomers:
-            oldest = next(iter(self._newcomers))
-            del self._newcomers[oldest]
-            oldest.transport.abort()
         link = message = None
         try:
-            async with asyncio.timeout(_NEWCOMER_SECONDS):
+            async with self._newcomers.admitted(writer):
                 link = await Link.opened(
                     reader, writer, self._silence, self._say_rarely, self._options.secret, listens=True
                 )
@@ -203,7 +191,6 @@ class Search:
         except OSError:
             pass  # it is gone, or has said nothing for too long
         finally:
-            self._newcomers.pop(writer, None)
             if link is None:
                 writer.close()  # behind what was sent
         if link is None:
@@ -226,7 +213,7 @@ class Search:
     def _answer(self) -> Answer:
         runs = self.leader is not None and self.leader.generation is not None
         number = self._register.started.number
-        return Answer(self.own.id, self.leader is not None, self.follower is not None, number, runs)
+        return Answer(self.own.id, self.own.address, self.leader is not None, self.follower is not None, number, runs)
 
     async def ask(self) -> Found:
         """Asks all that this launcher knows of, itself as well, and notes who has ended."""
@@ -268,12 +255,24 @@ class Search:
                 raise
             try:
                 match await link.receive():
-                    case Message("answer", answer):
+                    case Message("answer", answer) if self._is_of(answer, address):
                         return link, answer
                 raise ConnectionError
             except BaseException:
                 link.abort()
                 raise
+
+    def _is_of(self, answer: Answer, address: str) -> bool:
+        """Whether an answer is of a launcher at an address, and not of another one, to which somebody passes us on."""
+        if answer.id == self.own.id:
+            return False
+        if not self._options.hosts_change or address not in self._order or answer.address == address:
+            return True
+        self._say_once(
+            f"at {address} answers the launcher {f'of {answer.address}' if answer.address else 'of another address'}: "
+            "give all launchers the same --coordinator"
+        )
+        return False
 
     def gone(self) -> tuple[str, ...]:
         """Hosts that can no longer start a group of their own."""

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import math
 import mmap
 import os
 import signal
@@ -44,12 +45,19 @@ class Words(ctypes.Structure):
 
 
 _SIZE = ctypes.sizeof(Words)
-_END = _SIZE + (1 << 18)  # of what is behind the page; unused memory is not there
+# The end of what is behind the page. A message of launchers has room for it, of which JSON may make six times as much.
+# Unused memory is not there.
+_END = _SIZE + (1 << 17)
 
 
 def cut(text: str) -> bytes:
     """A text that fits into its field."""
     return text.encode(errors="replace")[:_TEXT_BYTES]
+
+
+def _ago(then: float, now: float) -> float:
+    """The seconds since a time; 0 for what is none, as a NaN."""
+    return now - then if 0 < then <= now else 0.0
 
 
 class Notes(NamedTuple):
@@ -98,12 +106,18 @@ class Page:
         os.close(self.file)
 
     def read(self, name: str = "", status: int | None = None) -> Notes:
+        """What the process has noted. Whatever it has written there, these are numbers that one can reckon with."""
         words = self.words
-        completed_at, compiling_since = words.completed_at, words.compiling_since
+        counts, limit, completed_at, compiling_since = (
+            words.counts,
+            words.limit,
+            words.completed_at,
+            words.compiling_since,
+        )
         now = time.monotonic()  # after both
         return Notes(
-            words.counts, words.limit, bool(words.ends_job), words.started, words.completed,
-            now - completed_at, compiling_since and now - compiling_since,
+            counts if counts in (STEPS, EXECUTIONS) else 0, limit if 0 < limit < math.inf else 0.0,
+            bool(words.ends_job), words.started, words.completed, _ago(completed_at, now), _ago(compiling_since, now),
             words.function.decode(errors="ignore"), words.compiling.decode(errors="ignore"),  # may be cut in a letter
             name, status,
         )  # fmt: skip

@@ -1,7 +1,10 @@
 """What is said of processes that no longer go on."""
 
+import contextlib
 import linecache
+import os
 import pathlib
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,6 +12,7 @@ from typing import NamedTuple
 from jax_ring.launcher.watching.page import STEPS, Notes
 
 _MAX_FRAMES = 20  # of a thread
+_MOST_SOURCE, _MOST_LINE, _MOST_TEXT = 1 << 22, 200, 1 << 16  # bytes of a file, letters of a line and of all stacks
 # Begin the names of files whose frames tell nothing.
 _CALLERS = (str(pathlib.Path(__file__).parents[2]), threading.__file__, "<frozen runpy>")
 # Where a process may be.
@@ -24,6 +28,10 @@ class Place(NamedTuple):
     table: str = ""  # of the last calls of all processes that it knows of
     stacks: str = ""  # of its threads
 
+    def validate(self) -> None:
+        if self.kind not in ("", PYTHON, DEVICE, CALLBACK, COMPILATION, STOPPED):
+            raise ValueError(f"{self.kind!r:.100} is no place of a process")
+
 
 class Report(NamedTuple):
     """Processes that do not go on."""
@@ -34,7 +42,10 @@ class Report(NamedTuple):
     places: Mapping[int, Place]  # of those that run
 
     def lines(self, limit: float, source: str) -> list[str]:
-        """A line with all names, then each process and the last calls. limit: in seconds. source: who has set it."""
+        """A line with all names, then each process and the last calls. limit: in seconds. source: who has set it.
+
+        What processes say of themselves is indented, so that nobody takes it for what the launcher says.
+        """
         ranks = ", ".join(map(str, self.behind))
         who = f"ranks {ranks} have" if len(self.behind) > 1 else f"rank {ranks} has"
         what = f"{who} not completed {self._step()}" if self.step else "a program has not completed"
@@ -49,7 +60,7 @@ class Report(NamedTuple):
         if exited := [str(rank) for rank, notes in sorted(self.notes.items()) if notes.status == 0]:
             lines.append(f"  ranks that have exited: {', '.join(exited)}")
         if table := next(filter(None, (self.places[rank].table for rank in behind)), ""):
-            lines += ["", *table.rstrip().splitlines()]
+            lines += ["", *(f"  {line}" for line in table.rstrip().splitlines())]
         return lines
 
     def blamed(self) -> dict[int, str]:
@@ -93,5 +104,14 @@ def readable(stacks: str) -> str:
             lines.append("another thread:" if lines else "MainThread:")
         for file, line, _, function in reversed(told[:_MAX_FRAMES]):
             lines.append(f'  File "{file}", line {line}, in {function}')
-            lines.append(f"    {linecache.getline(file, int(line) if line.isdecimal() else 0).strip()}")
-    return "\n".join(lines)
+            lines.append(f"    {_source(file, line)}")
+    return "\n".join(lines)[:_MOST_TEXT]
+
+
+def _source(file: str, line: str) -> str:
+    """A line of a file, if that is no pipe, and not much longer than programs are."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(file)
+        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_SOURCE:
+            return linecache.getline(file, int(line)).strip()[:_MOST_LINE]
+    return ""
