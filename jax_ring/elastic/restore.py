@@ -90,13 +90,17 @@ def _newest_whole(
 
 
 def _with_undivided(generation: Generation, snapshot: Snapshot, have: Sequence[set[int]]) -> Snapshot:
-    """A snapshot with what is not divided, from the first process that has it; `snapshot` may have nothing."""
-    if all(UNDIVIDED in each for each in have):
+    """A snapshot with what is not divided, from the first process that has it; `snapshot` may have nothing.
+
+    Values that are no arrays are those of this process in all, also where each host has its own.
+    """
+    have_all = all(UNDIVIDED in each for each in have)
+    if have_all and not generation.hosts.has_several_hosts:
         return snapshot
     root = next(process for process, each in enumerate(have) if UNDIVIDED in each)
     own = None
     if generation.process == root:
-        own = snapshot.packed([UNDIVIDED])
+        own = snapshot.packed([UNDIVIDED]) if not have_all else None
         generation.put("header", snapshot.header())
     where = f"what process {root} has sent"
     received, _ = Snapshot.of_header(generation.get("header", root), where)
@@ -106,6 +110,8 @@ def _with_undivided(generation: Generation, snapshot: Snapshot, have: Sequence[s
             "shapes or dtypes. All processes must make the state in the same way."
         )
     received.arrays = snapshot.arrays
+    if have_all:
+        return received
     lacks = UNDIVIDED not in have[generation.process]
     data = generation.exchange.broadcast(own, received.num_bytes(UNDIVIDED), is_wanted=lacks)
     if data is not None:

@@ -339,6 +339,22 @@ def test_without_a_commit_all_begin_with_the_values_of_process_0():
         assert (number, found["name"], found["w"].tolist()) == (0, "of 0", [0, 0, 0])
 
 
+def test_values_of_hosts_that_differ(files):
+    """Such as a time: no array, and not divided. All processes take those of the first."""
+    hosts = HostsOfProcesses((0, 1), 2)
+    for process in (0, 1):
+        snapshot = Snapshot.of({"w": np.ones(3), "time": 1.0 + process}, process, 2)
+        KeptCommits(files[2 * process :][:2], 0).write(6, snapshot, member(process, 0, hosts))
+
+    def goes_on(generation):
+        own = KeptCommits(files[2 * generation.process :][:2], 0)
+        return restore(generation, {"w": np.zeros(3), "time": 0.0}, own, None)
+
+    for number, snapshot in restored_by(2, hosts, goes_on):
+        found = snapshot.trees({"w": 0, "time": 0})
+        assert (number, found["time"], found["w"].tolist()) == (6, 1.0, [1.0] * 3)
+
+
 def test_a_process_that_has_made_another_state_is_told(files):
     def begins(generation):
         return restore(generation, {"w": np.zeros(3 + generation.process // 2)}, KeptCommits((), 0), None)
