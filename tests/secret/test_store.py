@@ -56,8 +56,21 @@ def test_nobody_answers_for_a_process_that_its_copy_is_the_same():
     assert [result.returncode for result in results] == [0, 0], as_text(results)
 
 
-# A stranger replaces what process 0 sends, before process 1 reads it.
-BEGINS_WITH_A_REPLACED_VALUE = """
+# A stranger replaces what process 0 sends, before process 1 reads it. It has a connection of its own.
+STRANGER = """
+import os, sys
+from jaxlib import _jax
+client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=60, shutdown_on_destruction=False)
+client.connect()
+for key, value in client.key_value_dir_get_bytes("jax_ring/elastic/"):
+    client.key_value_set_bytes(key, value.replace(b"123", b"456"), True)
+os._exit(0)
+"""
+BEGINS_WITH_A_REPLACED_VALUE = f"""
+import os
+import subprocess
+import sys
+
 import jax
 import jax_ring
 from jax_ring.elastic.generation import Generation
@@ -68,9 +81,9 @@ get = Generation.get
 def get_replaced(generation, name, process):
     if generation.process == 1 and name == "header":
         get(generation, name, process)
-        client = jax._src.distributed.global_state.client
-        for key, value in client.key_value_dir_get_bytes("jax_ring/elastic/"):
-            client.key_value_set_bytes(key, value.replace(b"123", b"456"), True)
+        address, own = os.environ["JAX_COORDINATOR_ADDRESS"], ("JAX_RING", "JAX_COORDINATOR")
+        foreign = {{name: value for name, value in os.environ.items() if not name.startswith(own)}}
+        subprocess.run([sys.executable, "-c", {STRANGER!r}, address], env=foreign, check=True)
     return get(generation, name, process)
 
 Generation.get = get_replaced
