@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_ring import _compat, _ffi_cpu, runtime
-from jax_ring.distributed.store import Store
+from jax_ring.distributed.store import ForeignValueError, Store
 from jax_ring.launcher.coordinator.client import Programs
 from jax_ring.launcher.schema import escaped, read
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
 _SECONDS_BETWEEN_LOOKS = 0.2
+_NOT_WRITTEN = jax.errors.JaxRuntimeError, ForeignValueError  # by which others hear less, and only later
 
 
 class _Process(NamedTuple):
@@ -49,7 +50,7 @@ def join(of_runtime: Store) -> None:
     """
     global _store, _process, _pid, _has_left
     _store, _process = of_runtime, _compat.distributed_process()
-    with contextlib.suppress(OSError, jax.errors.JaxRuntimeError):
+    with contextlib.suppress(OSError, *_NOT_WRITTEN):
         own = _read_process(_own_host(), os.getpid())
         _store.put(_process_key(_process), json.dumps(own).encode())
     _pid, _has_left = os.getpid(), False
@@ -81,7 +82,7 @@ def abort(how: Departure) -> None:
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    with contextlib.suppress(*_NOT_WRITTEN):
         _store.put(_left_key(_process), json.dumps(how).encode())
 
 

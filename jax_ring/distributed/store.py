@@ -16,6 +16,7 @@ from jax_ring import _compat, runtime
 from jax_ring.launcher import protocol
 
 _CODE_BYTES = 32
+_ADVICE = "use a network of your own, or JAX's mutual TLS"
 
 
 class ForeignValueError(RuntimeError):
@@ -43,9 +44,17 @@ class Store:
     def put(self, key: str, value: bytes, *, replaces: bool = False) -> None:
         """Publishes a value of this process. replaces: an earlier one, which a stranger may show again.
 
-        Raises JAX's error if the key has a value, or the store is out of reach.
+        Raises ForeignValueError if the key has a value, and JAX's error if the store is out of reach.
         """
-        _compat.put_bytes(self._client, key, _code(self._key, key, value) + value, replaces)
+        try:
+            _compat.put_bytes(self._client, key, _code(self._key, key, value) + value, replaces)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            raise ForeignValueError(
+                f"{key} has a value in JAX's coordination service before this process has written it. It has called "
+                f"jax.distributed.initialize a second time with one service, or somebody else writes there: {_ADVICE}."
+            ) from error
 
     def get(self, key: str, seconds: float | None = None) -> bytes:
         """Waits for a value, by default until the deadline.
@@ -63,10 +72,10 @@ class Store:
         else:
             why = "who wrote it has another secret, or none"
         raise ForeignValueError(
-            f"the value of {key} in JAX's coordination service, which begins with {found[:80]!r}, has no code of this "
-            f"job: {why}. All processes get the secret from jax_ring's launcher; without it set "
-            f"{protocol.SECRET_VARIABLE} to the same value in all, or in none. If they have the same, somebody else "
-            "writes in that service: use a network in which nobody else is, or JAX's mutual TLS."
+            f"the value of {key} in JAX's coordination service, which begins with {found[:40]!r}, has no code of this "
+            f"job: {why}. Processes get the secret from jax_ring's launcher; without it set "
+            f"{protocol.SECRET_VARIABLE} to one value in all, or in none. If it is the same, somebody else writes "
+            f"there: {_ADVICE}."
         )
 
     def peek(self, key: str) -> bytes | None:

@@ -73,6 +73,7 @@ def assert_replicated(tree: Any) -> None:
         the sharding), the first differing index, and both values.
       TypeError: under `jit`, which has no copies.
       ValueError: if another process does not call it within the deadline, or with other arrays.
+      RuntimeError: if somebody who is no process of this job answers for one.
     """
     here: dict[str, jax.Array] = {}
     across: dict[str, jax.Array] = {}

@@ -139,7 +139,7 @@ def test_another_secret_is_an_error(runtime_of, monkeypatch, their_secret):
     key = protocol.key_of_job(b"a secret of the job")
     assert joined[0][1] == protocol.memory_name(key, "a token") != protocol.memory_name(b"", "a token")
     why = "who wrote it has another secret" if their_secret else "the process that wrote it has no secret"
-    with pytest.raises(ForeignValueError, match=f"^the value of jax_ring/host/1 .* {why}.* set JAX_RING_SECRET to the"):
+    with pytest.raises(ForeignValueError, match=f"^the value of jax_ring/host/1 .* {why}.* set JAX_RING_SECRET to one"):
         discovery.host_of(1)
 
 

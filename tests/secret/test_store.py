@@ -203,6 +203,12 @@ def test_what_a_stranger_writes_is_shown_without_harm(client_of_job):
     assert len(str(raised.value)) < 800
 
 
+def test_a_key_that_a_stranger_has_written_first(client_of_job):
+    client_of_job.values["a/0"] = b"foreign"
+    with pytest.raises(ForeignValueError, match=r"^a/0 has a value .* before this process .* JAX's mutual TLS\.$"):
+        Store(client_of_job).put("a/0", b"value")
+
+
 def test_a_token_of_a_stranger(client_of_job):
     """Whoever is first sets it; all processes take it, and nobody learns the key."""
     client_of_job.values["jax_ring/token"] = b"\xff\x00" * 100
