@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jax_ring import _compat, runtime
+from jax_ring import _compat, foreign_errors, runtime
 from jax_ring.launcher import protocol
 
 _CODE_BYTES = 32
@@ -49,7 +49,7 @@ class Store:
         try:
             _compat.put_bytes(self._client, key, _code(self._key, key, value) + value, replaces)
         except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" not in str(error):
+            if not foreign_errors.KEY_EXISTS.search(str(error)):
                 raise
             raise ForeignValueError(
                 f"{key} has a value in JAX's coordination service before this process has written it. It has called "
