@@ -688,36 +688,26 @@ def num_distributed_processes() -> int:
     return _distributed.global_state.num_processes if is_distributed() else 1
 
 
-def key_value_store(timeout_s: float) -> tuple:
-    """The store of `jax.distributed`: publish(key, bytes) and fetch(key), which blocks up to `timeout_s`."""
-    client = distributed_client()
-    return client.key_value_set_bytes, lambda key: client.blocking_key_value_get_bytes(key, int(timeout_s * 1000))
+def put_bytes(client: Any, key: str, value: bytes, replaces: bool = False) -> None:
+    """Publishes a value in a runtime's store. Raises JAX's error if the key has one, unless it replaces that."""
+    client.key_value_set_bytes(key, value, allow_overwrite=replaces)
 
 
-def put_value(client: Any, key: str, value: str) -> bool:
-    """Publishes a value in a runtime's store. Returns whether the store took it."""
-    try:
-        client.key_value_set(key, value)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+def get_bytes(client: Any, key: str, seconds: float) -> bytes:
+    """A key's value in a runtime's store. Raises JAX's error if there is none within the time, 0 for at once."""
+    if seconds == 0:
+        return client.key_value_try_get_bytes(key)
+    return client.blocking_key_value_get_bytes(key, int(seconds * 1000))
 
 
-def value_of(client: Any, key: str) -> str | None:
-    """A key's value, if it can be had at once."""
-    try:
-        return client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError:
-        return None
-
-
-def publish_once(key: str, value: str) -> str:
+def publish_once(client: Any, key: str, value: bytes) -> bytes:
     """Publishes a value unless the key has one; returns the key's value, without blocking."""
-    client = distributed_client()
-    if put_value(client, key, value):
-        return value
-    # Raises if the store is unreachable. Otherwise the key has a value.
-    return client.key_value_try_get(key)
+    try:
+        put_bytes(client, key, value)
+    except jax.errors.JaxRuntimeError:
+        # Raises if the store is unreachable. Otherwise the key has a value.
+        return get_bytes(client, key, 0)
+    return value
 
 
 def complete_errors(complete: Callable[[str], str]) -> None:

@@ -11,6 +11,8 @@ OF_ANOTHER = re.compile(
 )
 # One of XLA's collectives between CPU processes has failed.
 OF_COLLECTIVE = re.compile(r"Gloo |collective operation timed out")
+# A key of JAX's key-value store has a value already.
+KEY_EXISTS = re.compile("ALREADY_EXISTS")
 # A function used a mesh axis outside of its shard_map.
 UNBOUND_AXIS = re.compile(r"unbound axis")
 # A call lacks an argument that has no default.

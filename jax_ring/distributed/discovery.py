@@ -18,8 +18,7 @@ from typing import NamedTuple, TypeVar
 import jax
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import exit_notice
-from jax_ring.launcher import protocol
+from jax_ring.distributed import exit_notice, store
 from jax_ring.launcher.schema import escaped, read
 
 HOST_VARIABLE = "JAX_RING_HOST_ID"
@@ -33,7 +32,6 @@ class _Host(NamedTuple):
     id: str  # equal where processes share memory
     memory: str  # identifies the process's shared memory; empty if unknown
     name: str  # for messages
-    key: str  # equal where processes have the same secret; empty without one
 
 
 class Identity(NamedTuple):
@@ -63,26 +61,21 @@ class _Membership:
 
     def __init__(self) -> None:
         self.process = _compat.distributed_process()
-        # The first process to publish a token wins. Whoever reads the store knows it; with the job's key it names
-        # shared resources, which other programs must not be able to guess.
-        token, key = _compat.publish_once("jax_ring/token", secrets.token_hex(16)), protocol.own_key()
-        fingerprint = protocol.derived(key, f"fingerprint {token}").hex()[:16] if key else ""
-        self.hosts = {self.process: _Host(_own_host(), _own_memory(), socket.gethostname(), fingerprint)}
+        self.store = store.current()
+        self.hosts = {self.process: _Host(_own_host(), _own_memory(), socket.gethostname())}
         self.gpus: dict[int, Gpus] = {}
         # Of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
-        put, get = _compat.key_value_store(runtime.timeout())
-        put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
-        runtime.join_processes(self.process, protocol.memory_name(key, token), put, get)
-        exit_notice.join()
+        self.store.put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
+        runtime.join_processes(self.process, self.store.memory_name, self.store.put, self.store.get)
+        exit_notice.join(self.store)
 
     def publish_gpus(self) -> Gpus:
         """Publishes this process's GPUs once, without blocking."""
         with _lock:
             if self.process not in self.gpus:
                 gpus = gpus_here()
-                put, _ = _compat.key_value_store(runtime.timeout())
-                put(_key("GPUs", self.process), json.dumps(gpus).encode())
+                self.store.put(_key("GPUs", self.process), json.dumps(gpus).encode())
                 self.gpus[self.process] = gpus
             return self.gpus[self.process]
 
@@ -125,13 +118,6 @@ def host_of(process: int) -> str:
         advice = "A process does so when it has imported jax_ring and called jax.distributed.initialize()"
         membership.hosts[process] = _fetch("host", _Host, process, advice, runtime.timeout())
     host, own = membership.hosts[process], membership.hosts[membership.process]
-    if host.key != own.key:
-        lacking = [each for each, its in ((membership.process, own), (process, host)) if not its.key]
-        what = f"process {lacking[0]} has no secret" if lacking else "they have different ones"
-        raise RuntimeError(
-            f"processes {membership.process} and {process} are of one job, and {what}. All processes get theirs from "
-            f"jax_ring's launcher; without it set {protocol.SECRET_VARIABLE} to the same value in all, or in none."
-        )
     if host.id == own.id and own.memory and host.memory and own.memory != host.memory:
         raise RuntimeError(
             f"processes {membership.process} and {process} both have {HOST_VARIABLE}={host.id!r}, so they claim to "
@@ -176,9 +162,8 @@ def _key(what: str, process: int) -> str:
 
 def _fetch(what: str, kind: type[T], process: int, advice: str, timeout: float) -> T:
     """What a process has published. Raises RuntimeError if that does not come, or is something else."""
-    _, get = _compat.key_value_store(timeout)
     try:
-        data = get(_key(what, process))
+        data = store.current().get(_key(what, process), timeout)
     except jax.errors.JaxRuntimeError as error:
         raise RuntimeError(
             f"process {process} did not publish its {what} within {runtime.timeout():g} s. {advice}; every process "
@@ -326,13 +311,12 @@ def compare(function: str, description: str, key: str, processes: Sequence[int])
 
 def gather(function: str, value: bytes, key: str, processes: Sequence[int]) -> Iterator[tuple[int, bytes]]:
     """Publishes a value, and yields (process, value) as they come; raises ValueError if one is late."""
-    publish, fetch = _compat.key_value_store(runtime.timeout())
-    process = jax.process_index()
-    publish(f"{key}/{process}", value)
+    of_job, process = store.current(), jax.process_index()
+    of_job.put(f"{key}/{process}", value)
     for other in processes:
         try:
-            theirs = fetch(f"{key}/{other}")
-        except Exception as error:
+            theirs = of_job.get(f"{key}/{other}")
+        except jax.errors.JaxRuntimeError as error:
             raise ValueError(
                 f"{function}: process {other} did not reach this call within {runtime.timeout():g} s; process "
                 f"{process} did. All processes must make the same calls in the same order. "

@@ -15,13 +15,17 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
+import jax
+
 from jax_ring import _compat, _ffi_cpu, runtime
+from jax_ring.distributed.store import ForeignValueError, Store
 from jax_ring.launcher.coordinator.client import Programs
 from jax_ring.launcher.schema import escaped, read
 from jax_ring.runtime import Departure
 
 _MAX_LENGTH = 600  # of the notice, so that it fits into a group's shared memory
 _SECONDS_BETWEEN_LOOKS = 0.2
+_NOT_WRITTEN = jax.errors.JaxRuntimeError, ForeignValueError  # by which others hear less, and only later
 
 
 class _Process(NamedTuple):
@@ -32,23 +36,23 @@ class _Process(NamedTuple):
     start_time: int
 
 
-_client: Any = None  # of the runtime that this process has joined
+_store: Any = None  # of the runtime that this process has joined
 _process = 0  # its index there
 _pid: int | None = None  # of the process that has joined others: a child that it forks has not
 _has_left = False
 _is_ending = threading.Event()
 
 
-def join() -> None:
+def join(of_runtime: Store) -> None:
     """Publishes how others see whether this process has ended, and watches over its end.
 
     Once for each runtime that the program initializes.
     """
-    global _client, _process, _pid, _has_left
-    _client, _process = _compat.distributed_client(), _compat.distributed_process()
-    with contextlib.suppress(OSError):
+    global _store, _process, _pid, _has_left
+    _store, _process = of_runtime, _compat.distributed_process()
+    with contextlib.suppress(OSError, *_NOT_WRITTEN):
         own = _read_process(_own_host(), os.getpid())
-        _compat.put_value(_client, _process_key(_process), json.dumps(own))
+        _store.put(_process_key(_process), json.dumps(own).encode())
     _pid, _has_left = os.getpid(), False
     _watch()
 
@@ -63,9 +67,9 @@ def _watch() -> None:
     atexit.register(_at_exit, Programs(), watcher)
 
 
-def client() -> Any:
-    """The client of the runtime that this process has joined. The next one may not be asked before it has connected."""
-    return _client
+def store() -> Store:
+    """The store of the runtime that this process has joined. The next one may not be asked before it has connected."""
+    return _store
 
 
 def abort(how: Departure) -> None:
@@ -78,15 +82,16 @@ def abort(how: Departure) -> None:
     cause = " ".join(how.cause.split()).encode(errors="backslashreplace").decode()
     how = how._replace(cause=cause if len(cause) <= _MAX_LENGTH else cause[: _MAX_LENGTH - 1] + "…")
     _ffi_cpu.abort_groups(*how)
-    _compat.put_value(_client, _left_key(_process), json.dumps(how))
+    with contextlib.suppress(*_NOT_WRITTEN):
+        _store.put(_left_key(_process), json.dumps(how).encode())
 
 
 def departure_of(process: int) -> Departure | None:
     """How another process of the runtime has left; None if unknown."""
-    if how := _compat.value_of(_client, _left_key(process)):
+    if how := _store.peek(_left_key(process)):
         left = read(how, Departure)
         return left._replace(cause=escaped(left.cause[:_MAX_LENGTH]))
-    own = _compat.value_of(_client, _process_key(process))
+    own = _store.peek(_process_key(process))
     return Departure("has ended", "ended") if own and _has_ended(read(own, _Process)) else None
 
 

@@ -127,7 +127,7 @@ def _in_background(function: Callable, *arguments: Any) -> threading.Thread:
 def _post(text: str) -> bool:
     """Publishes what this process waits in; returns whether the store answered."""
     try:
-        exit_notice.client().key_value_set(_wait_key(_compat.distributed_process()), text, allow_overwrite=True)
+        exit_notice.store().put(_wait_key(_compat.distributed_process()), text.encode(), replaces=True)
     except Exception:  # the runtime may be gone or unreachable
         return False
     return True
@@ -141,7 +141,7 @@ def _ask(answers: dict[int, str], calls: list[runtime.CallOfXla]) -> None:
     answers[own] = calls[0].text
     time.sleep(runtime.timeout() * (1 - _ASK) / 2)
     for process in {process for call in calls for process in call.processes} - {own}:
-        answers[process] = _compat.value_of(exit_notice.client(), _wait_key(process)) or ""
+        answers[process] = (exit_notice.store().peek(_wait_key(process)) or b"").decode()
 
 
 # ---- The message -----------------------------------------------------------------------------------------------------

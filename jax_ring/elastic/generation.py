@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring import _compat, runtime
 from jax_ring.collectives import ring_all_gather, ring_pmax
+from jax_ring.distributed import store
 from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE
 from jax_ring.launcher.watching.page import Page
 
@@ -84,19 +85,17 @@ class Generation:
         """
         if self.num_processes == 1:
             return [own]
-        self.put(f"post/{self.process}", own)
-        return [self.get(f"post/{process}", process) for process in range(self.num_processes)]
+        self.put("post", own)
+        return [self.get("post", process) for process in range(self.num_processes)]
 
-    def put(self, key: str, value: bytes) -> None:
-        """Publishes a value for the other members."""
-        put, _ = _compat.key_value_store(runtime.timeout())
-        put(f"jax_ring/elastic/{key}", value)
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value for the other members; a generation has one of a name."""
+        store.current().put(f"jax_ring/elastic/{name}/{self.process}", value)
 
-    def get(self, key: str, process: int) -> bytes:
-        """Waits for the value of a process. Raises RuntimeError if it does not come within the deadline."""
-        _, get = _compat.key_value_store(runtime.timeout())
+    def get(self, name: str, process: int) -> bytes:
+        """Waits for the value of a process. Raises RuntimeError if it does not come in time, or is not its own."""
         try:
-            return get(f"jax_ring/elastic/{key}")
+            return store.current().get(f"jax_ring/elastic/{name}/{process}")
         except jax.errors.JaxRuntimeError as error:
             raise RuntimeError(
                 f"elastic.run: process {process} has not begun its function within {runtime.timeout():g} s; process "

@@ -39,11 +39,13 @@ class KeptCommits:
     Attributes:
       last: the commit that this process has made or gone on from. The next one must not overwrite it: others may not
         have made that.
+      damaged: what is wrong with commits that cannot be read, once `commits` has looked.
     """
 
     def __init__(self, files: Sequence[int], slot: int) -> None:
         self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
         self.last: CommitId | None = None
+        self.damaged: dict[CommitId, str] = {}
 
     @classmethod
     def of_launcher(cls) -> "KeptCommits":
@@ -81,24 +83,33 @@ class KeptCommits:
         self.last = CommitId(number, generation.number)
 
     def commits(self) -> dict[CommitId, Snapshot]:
-        """What this host has of each commit.
+        """What this host has of each commit; nothing of a damaged file, beside which there may be a whole one.
 
         The arrays are the files' own memory: those of `last` stay as they are while the next commit is made, others
-        may be overwritten by it. Raises RuntimeError if a file is damaged.
+        may be overwritten by it.
         """
         found: dict[CommitId, Snapshot] = {}
+        differ: set[CommitId] = set()
         for file in self._files:
             if (commit := _commit_of(file)) is None:
                 continue
             name = f"commit {commit.number} of generation {commit.generation}, in the launcher's memory,"
-            of_file = _read(file, name)
+            try:
+                of_file = _read(file, name)
+            except RuntimeError as error:
+                self.damaged[commit] = str(error)
+                continue
             of_host = found.setdefault(commit, of_file)
             if of_host.leaves != of_file.leaves:
-                raise RuntimeError(f"jax_ring.elastic: {name} has different leaves in different processes")
+                self.damaged[commit] = f"jax_ring.elastic: {name} has different leaves in different processes"
+                differ.add(commit)
+                continue
             if UNDIVIDED in of_file.arrays:
                 of_host.leaves = of_file.leaves  # values that are no arrays are those of the first process
             of_host.arrays |= of_file.arrays
-        return found
+        # Others get to know that there was one: without any whole commit a job must not begin anew.
+        nothing = {commit: Snapshot((), 1, {}) for commit in self.damaged}
+        return nothing | {commit: snapshot for commit, snapshot in found.items() if commit not in differ}
 
 
 def _read(file: int, name: str) -> Snapshot:

@@ -1,6 +1,7 @@
 """Where a new generation starts: the newest commit whose parts are all there, in all of its processes."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ def restore(
     values: the state as the script has made it. kept, checkpoints: where commits outlive the processes.
 
     Returns the number of the commit, 0 for none, and its snapshot with no leaf divided, the same in all processes.
-    Raises RuntimeError if parts of the commit are lost and none is on disk; or if the states of the processes have
-    different structures.
+    Raises RuntimeError if parts of all commits are lost or damaged and none is on disk; or if the states of the
+    processes have different structures.
     """
     process, count = generation.process, generation.num_processes
     directory = checkpoints.directory if checkpoints is not None else None
@@ -43,9 +44,10 @@ def restore(
         snapshot = checkpoints.read(on_disk) if checkpoints is not None and process == 0 else nothing
         have = [{UNDIVIDED} if p == 0 else set() for p in range(count)]
     elif newest > 1:  # the first may never have been made by all; before a later one all have made one
+        why = "; ".join(kept.damaged.values()) or "The hosts that had them have gone"
         raise RuntimeError(
-            f"jax_ring.elastic: parts of commit {newest} and the one before are lost. The hosts that had them have "
-            f"gone, and {f'there is no checkpoint in {directory}' if directory else 'no directory was given'}. With "
+            f"jax_ring.elastic: parts of commit {newest} and the one before are lost. {why}, and "
+            f"{f'there is no checkpoint in {directory}' if directory else 'no directory was given'}. With "
             "State(..., directory=..., every=k) every k-th commit is also written to disk: the job goes on from there "
             "then."
         )
@@ -53,6 +55,10 @@ def restore(
         number, where = 0, "that of process 0"
         snapshot = Snapshot.of(values, process, count)
         have = [{p} | ({UNDIVIDED} if p == 0 else set()) for p in range(count)]
+    if generation.is_first_of_host:
+        for each, what in kept.damaged.items():
+            if each.number > number:
+                print(f"{what}. The job goes on from {where}.", file=sys.stderr, flush=True)
     snapshot = _with_undivided(generation, snapshot, have)
     if different := snapshot.paths_not_in_both(values):
         raise RuntimeError(
@@ -90,13 +96,17 @@ def _newest_whole(
 
 
 def _with_undivided(generation: Generation, snapshot: Snapshot, have: Sequence[set[int]]) -> Snapshot:
-    """A snapshot with what is not divided, from the first process that has it; `snapshot` may have nothing."""
-    if all(UNDIVIDED in each for each in have):
+    """A snapshot with what is not divided, from the first process that has it; `snapshot` may have nothing.
+
+    Values that are no arrays are those of this process in all, also where each host has its own.
+    """
+    have_all = all(UNDIVIDED in each for each in have)
+    if have_all and not generation.hosts.has_several_hosts:
         return snapshot
     root = next(process for process, each in enumerate(have) if UNDIVIDED in each)
     own = None
     if generation.process == root:
-        own = snapshot.packed([UNDIVIDED])
+        own = snapshot.packed([UNDIVIDED]) if not have_all else None
         generation.put("header", snapshot.header())
     where = f"what process {root} has sent"
     received, _ = Snapshot.of_header(generation.get("header", root), where)
@@ -106,6 +116,8 @@ def _with_undivided(generation: Generation, snapshot: Snapshot, have: Sequence[s
             "shapes or dtypes. All processes must make the state in the same way."
         )
     received.arrays = snapshot.arrays
+    if have_all:
+        return received
     lacks = UNDIVIDED not in have[generation.process]
     data = generation.exchange.broadcast(own, received.num_bytes(UNDIVIDED), is_wanted=lacks)
     if data is not None:

@@ -12,6 +12,7 @@ VARIABLE = "JAX_RING_TUNING"
 PLATFORMS = ("cpu", "cuda")
 # A threshold that no message exceeds.
 NO_LIMIT = (1 << 63) - 1
+_MOST_DIGITS = 9  # of a number of ranks; Python refuses to read thousands of them
 
 
 class Thresholds(NamedTuple):
@@ -65,8 +66,11 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
         if not isinstance(table, dict) or not table:
             raise invalid(f"the thresholds for {platform} must be an object with a key for each number of ranks")
         for ranks, entry in table.items():
-            if not ranks.isdecimal() or int(ranks) < 2:
-                raise invalid(f"{platform}: a number of ranks must be 2 or more, got {ranks!r}")
+            if not ranks.isdecimal() or len(ranks) > _MOST_DIGITS or int(ranks) < 2:
+                raise invalid(
+                    f"{platform}: a number of ranks must be 2 or more, with at most {_MOST_DIGITS} digits, got "
+                    f"{ranks!r:.80}"
+                )
             try:
                 result.setdefault(platform, {})[int(ranks)] = _thresholds(entry)
             except ValueError as error:

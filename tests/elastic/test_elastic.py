@@ -162,7 +162,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(environment, tmp_path):
+def hosts(environment, secret, tmp_path):
     """Makes hosts, with a number of addresses and options of their launchers."""
     with contextlib.ExitStack() as stack:
         made = []
@@ -172,7 +172,8 @@ def hosts(environment, tmp_path):
             for each in sockets:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launchers'
                 each.bind(("127.0.0.1", 0))
-            made.append(Hosts(environment, tmp_path, [each.getsockname()[1] for each in sockets], *options))
+            of_launchers = environment | {"JAX_RING_SECRET": secret}
+            made.append(Hosts(of_launchers, tmp_path, [each.getsockname()[1] for each in sockets], *options))
             return made[-1]
 
         yield make
@@ -182,7 +183,6 @@ def hosts(environment, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("secret")
 def test_a_process_of_another_host_is_killed(hosts, undisturbed, request):
     if not request.config.getoption("--soak"):
         pytest.skip("takes long; --soak 1 runs it")
@@ -196,7 +196,6 @@ def test_a_process_of_another_host_is_killed(hosts, undisturbed, request):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("secret")
 def test_a_host_is_lost_and_another_comes(hosts, environment, request):
     """Its parts of what is divided are on the other; the one that comes gets all of the state."""
     if not request.config.getoption("--soak"):

@@ -339,6 +339,22 @@ def test_without_a_commit_all_begin_with_the_values_of_process_0():
         assert (number, found["name"], found["w"].tolist()) == (0, "of 0", [0, 0, 0])
 
 
+def test_values_of_hosts_that_differ(files):
+    """Such as a time: no array, and not divided. All processes take those of the first."""
+    hosts = HostsOfProcesses((0, 1), 2)
+    for process in (0, 1):
+        snapshot = Snapshot.of({"w": np.ones(3), "time": 1.0 + process}, process, 2)
+        KeptCommits(files[2 * process :][:2], 0).write(6, snapshot, member(process, 0, hosts))
+
+    def goes_on(generation):
+        own = KeptCommits(files[2 * generation.process :][:2], 0)
+        return restore(generation, {"w": np.zeros(3), "time": 0.0}, own, None)
+
+    for number, snapshot in restored_by(2, hosts, goes_on):
+        found = snapshot.trees({"w": 0, "time": 0})
+        assert (number, found["time"], found["w"].tolist()) == (6, 1.0, [1.0] * 3)
+
+
 def test_a_process_that_has_made_another_state_is_told(files):
     def begins(generation):
         return restore(generation, {"w": np.zeros(3 + generation.process // 2)}, KeptCommits((), 0), None)
@@ -382,29 +398,89 @@ def damage(file, what):
             os.pwrite(file, b"\x80\x04", BEGIN + 8)
 
 
+DAMAGE = {
+    "huge header": "is damaged, or of another",
+    "negative header": "is damaged, or of another",
+    "other shapes": "is damaged: it lacks 2 bytes",
+    "no JSON": "is damaged, or of another",
+}
+
+
+def file_of(files, slot, number):
+    """That with a process's commit."""
+    return next(file for file in files[2 * slot :][:2] if protocol.read_mark(file) == (0, number))
+
+
 @pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("huge header", "is damaged, or of another"),
-        ("negative header", "is damaged, or of another"),
-        ("other shapes", "is damaged: it lacks 2 bytes"),
-        ("no JSON", "is damaged, or of another"),
-    ],
+    ("slot", "what", "text"),
+    [(0, *each) for each in DAMAGE.items()]
+    + [(1, "no JSON", DAMAGE["no JSON"]), (1, "other shapes", "has different leaves in different processes")],
 )
-def test_damage_is_refused(files, commit, what, text):
-    for process in (0, 1):
-        commit(process, 2)
-    damage(next(file for file in files if protocol.read_mark(file)), what)
-    with pytest.raises(RuntimeError, match=f"commit 2 of generation 0, in the launcher's memory, {text}"):
+def test_a_damaged_commit_is_not_taken(files, commit, slot, what, text, capsys):
+    """The one before is there for that, and the next one of this process does not overwrite it."""
+    for number in (6, 7):
+        for process in (0, 1):
+            commit(process, number)
+    damage(file_of(files, slot, 7), what)
+    assert_newest(files, 6)
+    said = capsys.readouterr().err
+    assert f"commit 7 of generation 0, in the launcher's memory, {text}" in said
+    assert said.endswith("The job goes on from commit 6 in the launchers' memory.\n")
+    commit(1, 7, generation=1)
+    assert_newest(files, 6)
+    commit(0, 7, generation=1)
+    assert_newest(files, 7)
+
+
+def test_an_older_damaged_commit_is_nothing_to_speak_of(files, commit, capsys):
+    for number in (6, 7):
+        for process in (0, 1):
+            commit(process, number)
+    damage(file_of(files, 0, 6), "no JSON")
+    assert_newest(files, 7)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_job_does_not_begin_anew_because_all_is_damaged(files, commit, what):
+    for number in (6, 7):
+        for process in (0, 1):
+            commit(process, number)
+        damage(file_of(files, 0, number), what)
+    with pytest.raises(RuntimeError, match=f"parts of commit 7 and the one before are lost.*{DAMAGE[what]}.*, and no "):
         newest(files)
 
 
-def test_processes_that_have_written_different_states(files):
-    KeptCommits(files, 0).write(2, snapshot_of(0, 2), member(0, 0, ONE_HOST))
-    other = snapshot_of(1, 2)
+def test_a_host_has_whole_what_is_damaged_on_another(capsys):
+    """All know of it, and take it from there."""
+    hosts, of_host = HostsOfProcesses((0, 1), 2), [environment.kept_files(1) for _ in range(2)]
+    for process, files in enumerate(of_host):
+        for number in (6, 7):
+            kept = KeptCommits(files, 0)
+            kept.last = CommitId(number - 1, 0)
+            kept.write(number, snapshot_of(process, number, divided=False), member(process, 0, hosts))
+    damage(file_of(of_host[0], 0, 7), "no JSON")
+
+    def goes_on(generation):
+        return restore(generation, values(0, False), KeptCommits(of_host[generation.process], 0), None)
+
+    for number, snapshot in restored_by(2, hosts, goes_on):
+        assert number == 7
+        assert snapshot.trees(values(0, False))["step"] == 7
+    assert capsys.readouterr().err == ""
+    for files in of_host:
+        for file in files:
+            os.close(file)
+
+
+def test_processes_that_have_written_different_states(files, commit):
+    for process in (0, 1):
+        commit(process, 6)
+    KeptCommits(files, 0).write(7, snapshot_of(0, 7), member(0, 0, ONE_HOST))
+    other = snapshot_of(1, 7)
     other.leaves[0] = Leaf("['other']", 3)
-    KeptCommits(files, 1).write(2, other, member(1, 0, ONE_HOST))
-    with pytest.raises(RuntimeError, match="has different leaves in different processes"):
+    KeptCommits(files, 1).write(7, other, member(1, 0, ONE_HOST))
+    with pytest.raises(RuntimeError, match=r"commit 7 .* has different leaves in different processes"):
         newest(files)
 
 

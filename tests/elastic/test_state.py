@@ -13,6 +13,7 @@ import pytest
 
 import jax_ring
 from jax_ring import _compat, elastic
+from jax_ring.distributed import store
 from jax_ring.elastic import loop
 from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
@@ -331,7 +332,8 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
         return b"[[0]]"
 
     monkeypatch.setattr(_compat, "num_distributed_processes", lambda: 2)
-    monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (lambda key, value: None, get))
+    of_job = types.SimpleNamespace(put=lambda key, value: None, get=get)
+    monkeypatch.setattr(store, "current", lambda: of_job)
     with pytest.raises(RuntimeError, match="process 1 has not begun its function within 60 s; process 0 has") as failed:
         elastic.State(step=0)._enter(Generation())
     assert blamed_process(failed.value) == -1

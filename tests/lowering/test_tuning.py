@@ -159,7 +159,18 @@ def test_write_and_read(tmp_path):
         ("[]", 'there must be an object with the key "thresholds"'),
         ('{"thresholds": {"tpu": {}}}', "unknown platforms: 'tpu'; thresholds are for cpu or cuda"),
         ('{"thresholds": {"cuda": {}}}', "thresholds for cuda must be an object with a key for each number of ranks"),
-        ('{"thresholds": {"cuda": {"1": {}}}}', "cuda: a number of ranks must be 2 or more, got '1'"),
+        (
+            '{"thresholds": {"cuda": {"1": {}}}}',
+            "cuda: a number of ranks must be 2 or more, with at most 9 digits, got '1'",
+        ),
+        (
+            '{"thresholds": {"cpu": {"' + "9" * 5000 + '": {"one_shot": 1, "two_shot": 2}}}}',
+            f"cpu: a number of ranks must be 2 or more, with at most 9 digits, got '{'9' * 30}",
+        ),
+        (
+            '{"thresholds": {"cpu": {"8": {"one_shot": ' + "9" * 5000 + ', "two_shot": null}}}}',
+            "it is not a JSON file: Exceeds the limit",
+        ),
         (
             '{"thresholds": {"cuda": {"8": {"one_shot": 1}}}}',
             'cuda, 8 ranks: needs "one_shot" and "two_shot" and nothing',

@@ -7,27 +7,34 @@ import jax
 import pytest
 
 from jax_ring import _compat, runtime
-from jax_ring.distributed import discovery
+from jax_ring.distributed import discovery, store
 from jax_ring.distributed.discovery import Gpus, Identity
+from jax_ring.distributed.store import ForeignValueError, Store
 from jax_ring.launcher import protocol
 from jax_ring.launcher.schema import read
+
+
+def value(client, key):
+    """What a process of the job reads."""
+    return Store(client).get(key)
 
 
 class Client:
     """A fake client of the key-value store, with values that other processes have published."""
 
-    def __init__(self, published=()):
-        self.values = dict(published)
-        self.waits = []
+    def __init__(self, published=(), token=b"a token"):
+        self.values, self.waits = {}, []
+        if token:
+            self.values["jax_ring/token"] = token
+        for key, value in dict(published).items():
+            Store(self).put(key, value)
 
-    def key_value_set(self, key, value):
+    def key_value_set_bytes(self, key, value, allow_overwrite):
         if key in self.values:
             raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
         self.values[key] = value
 
-    key_value_set_bytes = key_value_set
-
-    def key_value_try_get(self, key):
+    def key_value_try_get_bytes(self, key):
         return self.values[key]
 
     def blocking_key_value_get_bytes(self, key, timeout_ms):
@@ -58,15 +65,15 @@ def runtime_of(monkeypatch):
 def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     if own is not None:
         monkeypatch.setenv("JAX_RING_HOST_ID", own)
-    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1", ""]).encode()})
+    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1"]).encode()})
     joined = runtime_of(client)
     discovery.publish()
-    assert discovery.host_of(0) == json.loads(client.values["jax_ring/host/0"])[0] != ""
+    assert discovery.host_of(0) == json.loads(value(client, "jax_ring/host/0"))[0] != ""
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
     ((process, name),) = joined
-    assert (process, name) == (0, protocol.memory_name(b"", client.values["jax_ring/token"]))
+    assert (process, name) == (0, protocol.memory_name(b"", "a token"))
     assert len(bytes.fromhex(name)) == 16
 
 
@@ -74,7 +81,7 @@ def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, m
     monkeypatch.setenv("JAX_RING_HOST_ID", "node7")
     own = discovery._own_memory()
     assert own
-    others = [["node7", own, "a", ""], ["node7", "elsewhere\x1b[2J/1:2/0", "b", ""]]
+    others = [["node7", own, "a"], ["node7", "elsewhere\x1b[2J/1:2/0", "b"]]
     runtime_of(Client({f"jax_ring/host/{1 + i}": json.dumps(host).encode() for i, host in enumerate(others)}))
     discovery.publish()
     assert discovery.host_of(1) == "node7"
@@ -98,7 +105,7 @@ def test_containers_without_shared_resources_are_different_hosts(monkeypatch, tm
 
 
 def test_each_runtime_has_its_own_token_and_counts(runtime_of):
-    first = Client()
+    first = Client(token=b"")
     joined = runtime_of(first)
     discovery.publish()
     assert [discovery.next_number("jit_f") for _ in range(3)] == [0, 1, 2]
@@ -107,31 +114,32 @@ def test_each_runtime_has_its_own_token_and_counts(runtime_of):
     assert discovery.publish() is None
     with pytest.raises(RuntimeError, match=r"in a program of 2 processes.*jax.distributed.initialize"):
         discovery.host_of(1)
-    runtime_of(Client())
+    runtime_of(Client(token=b""))
     assert discovery.next_number("jit_f") == 0
     assert len(set(joined)) == 2
 
 
 def test_the_first_process_sets_the_token(runtime_of):
-    client = Client({"jax_ring/token": "made by process 1"})
+    client = Client(token=b"made by process 1")
     assert runtime_of(client) == []
     discovery.publish()
     discovery.publish()
     assert runtime_of(client) == [(0, protocol.memory_name(b"", "made by process 1"))]
 
 
-@pytest.mark.parametrize("their_key", ["", "0123456789abcdef"])
-def test_a_process_with_another_secret_is_named(runtime_of, monkeypatch, their_key):
+@pytest.mark.parametrize("their_secret", [None, "another secret of a job"])
+def test_another_secret_is_an_error(runtime_of, monkeypatch, their_secret):
     """Before any memory is shared, in both."""
+    if their_secret:
+        monkeypatch.setenv("JAX_RING_SECRET", their_secret)
+    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1"]).encode()})
     monkeypatch.setenv("JAX_RING_SECRET", "a secret of the job ")
-    client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1", their_key]).encode()})
     joined = runtime_of(client)
     discovery.publish()
-    name, key = joined[0][1], protocol.key_of_job(b"a secret of the job")
-    assert name == protocol.memory_name(key, client.values["jax_ring/token"]) != protocol.memory_name(b"", name)
-    assert key.hex()[:16] not in client.values["jax_ring/host/0"].decode()
-    what = "they have different ones" if their_key else "process 1 has no secret"
-    with pytest.raises(RuntimeError, match=f"^processes 0 and 1 are of one job, and {what}. .*JAX_RING_SECRET"):
+    key = protocol.key_of_job(b"a secret of the job")
+    assert joined[0][1] == protocol.memory_name(key, "a token") != protocol.memory_name(b"", "a token")
+    why = "who wrote it has another secret" if their_secret else "the process that wrote it has no secret"
+    with pytest.raises(ForeignValueError, match=f"^the value of jax_ring/host/1 .* {why}.* set JAX_RING_SECRET to one"):
         discovery.host_of(1)
 
 
@@ -153,7 +161,7 @@ TOO_DEEP = b"[" * 100_000
 
 @pytest.mark.parametrize(
     "published",
-    [b"\x80\x04", TOO_DEEP, b"3", b'["a", "b"]', b'["a", "", 3, ""]', b'["a", "", "b"]', b'{"a": 1}', b'"abc"'],
+    [b"\x80\x04", TOO_DEEP, b"3", b'["a", "b"]', b'["a", "", 3]', b'["a", "", "b", ""]', b'{"a": 1}', b'"abc"'],
 )
 def test_what_is_no_host_is_refused(runtime_of, published):
     runtime_of(Client({"jax_ring/host/1": published}))
@@ -189,12 +197,12 @@ def test_gpus_are_published_as_soon_as_jax_may_use_them(runtime_of, monkeypatch)
     assert "jax_ring/gpus/0" not in client.values  # the program may still choose its GPUs
     assert kernels.looks == 0
     discovery.publish_with_plugins()  # as JAX calls it
-    assert read(client.values["jax_ring/gpus/0"], Gpus) == GPUS
+    assert read(value(client, "jax_ring/gpus/0"), Gpus) == GPUS
     discovery.publish()
     later = Client()
     runtime_of(later)
     discovery.publish()  # an earlier start of JAX counts
-    assert read(later.values["jax_ring/gpus/0"], Gpus) == GPUS
+    assert read(value(later, "jax_ring/gpus/0"), Gpus) == GPUS
     assert kernels.looks == 1
 
 
@@ -243,10 +251,10 @@ def test_a_process_that_serves_no_gpus_waits_for_no_other(runtime_of, monkeypatc
     (gpus,) = discovery.gpus_of([0, 1]).values()
     assert "without its CUDA kernels" in gpus.why_not
     assert client.waits == []
-    assert read(client.values["jax_ring/gpus/0"], Gpus) == gpus  # others need not wait for this one
+    assert read(value(client, "jax_ring/gpus/0"), Gpus) == gpus  # others need not wait for this one
 
 
 def test_one_process_needs_no_store(monkeypatch):
     monkeypatch.setattr(runtime, "cuda_kernels", FakeKernels())
-    monkeypatch.setattr(_compat, "key_value_store", None)
+    monkeypatch.setattr(store, "current", None)
     assert discovery.gpus_of([0]) == {0: GPUS}

@@ -196,27 +196,23 @@ class Store:
     """A store in which process 2 has published nothing."""
 
     def __init__(self):
-        self.values = {"jax_ring/waits/1": "ring_psum of int8[3]"}
+        self.values = {"jax_ring/waits/1": b"ring_psum of int8[3]"}
+        self.peek = self.values.get
 
-    def key_value_set(self, key, value, *, allow_overwrite):
-        assert allow_overwrite
+    def put(self, key, value, *, replaces):
+        assert replaces
         self.values[key] = value
-
-    def key_value_try_get(self, key):
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
-        return self.values[key]
 
 
 def test_others_are_asked_in_what_they_wait(monkeypatch):
     store, answers = Store(), {}
-    monkeypatch.setattr(exit_notice, "client", lambda: store)
+    monkeypatch.setattr(exit_notice, "store", lambda: store)
     monkeypatch.setattr(runtime, "timeout", lambda: 0.01)
     xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
     assert answers == {0: "ring_psum of float32[2]", 1: "ring_psum of int8[3]", 2: ""}
-    assert store.values["jax_ring/waits/0"] == "ring_psum of float32[2]"
+    assert store.values["jax_ring/waits/0"] == b"ring_psum of float32[2]"
     answers.clear()
-    monkeypatch.setattr(exit_notice, "client", lambda: None)  # as one that is out of reach
+    monkeypatch.setattr(exit_notice, "store", lambda: None)  # as one that is out of reach
     xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
     assert answers == {}
 
@@ -252,8 +248,9 @@ def test_the_hook_calls_the_one_before(monkeypatch):
 
 
 def test_what_the_store_says_of_another_process_is_escaped(monkeypatch):
-    values = {"jax_ring/left/1": '["raised \\u001b[2J\\n' + "x" * 1000 + '", "left", null, null]'}
-    monkeypatch.setattr(_compat, "value_of", lambda _, key: values.get(key))
+    store = Store()
+    store.values["jax_ring/left/1"] = b'["raised \\u001b[2J\\n' + b"x" * 1000 + b'", "left", null, null]'
+    monkeypatch.setattr(exit_notice, "_store", store)
     cause = exit_notice.departure_of(1).cause
     assert cause.startswith("raised \\x1b[2J\\nxxx")
     assert len(cause) < 700

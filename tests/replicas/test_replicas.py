@@ -1,5 +1,7 @@
 """broadcast_params makes the copies of parameters equal; assert_replicated finds copies that differ."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,11 +133,83 @@ def test_copies_of_other_processes():
         assert f"{i} (here) and process {1 - i} (there) were given different data: \"['w{i}']: float16[]\"" in trees
 
 
-@pytest.mark.parametrize("theirs", [b"[", b"\xff", b"1", b"[[1]]", b'[[["slice", 0, 5]]]', b"[]", b"[" * 10**5])
-def test_what_another_process_sends_is_checked(theirs, monkeypatch):
-    monkeypatch.setattr(discovery, "compare", lambda *_: None)
-    monkeypatch.setattr(discovery, "next_number", lambda _: 0)
-    monkeypatch.setattr(discovery, "gather", lambda _, own, *__: [(0, own), (1, theirs)])
-    arrays = {"w": with_copies(np.arange(3.0), lambda rank, copy: copy)}
-    with pytest.raises(ValueError, match=r"assert_replicated: (process 1|a process) has sent"):
-        replicas._assert_copies_equal(arrays, replicas._gather_from(arrays, [0, 1]))
+PLACE = "(slice(None, None, None),)"
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """Calls assert_replicated for an array whose ranks 2 and 3 are on process 1, which says this in each round."""
+
+    def compare(change, *said):
+        rounds = iter(said)
+        array = with_copies(np.arange(300.0), change)
+        ranks, copies = replicas._ranks(array), [*replicas._copies(array)]
+        monkeypatch.setattr(replicas, "_ranks", lambda _: [(rank // 2, place) for rank, (_, place) in enumerate(ranks)])
+        monkeypatch.setattr(replicas, "_copies", lambda _: iter(copies[:2]))
+        monkeypatch.setattr(discovery, "compare", lambda *_: None)
+        monkeypatch.setattr(discovery, "next_number", lambda _: 0)
+        monkeypatch.setattr(discovery, "gather", lambda _, own, *__: [(0, own), (1, next(rounds))])
+        replicas._assert_copies_equal({"w": array}, replicas._gather_from({"w": array}, [0, 1]))
+
+    return compare
+
+
+def digests(*ranks, digest=None, place=PLACE):
+    """What process 1 says of copies on these ranks, which are as the first one's, or have another digest."""
+    digest = digest or replicas._digest(np.arange(300.0, dtype=np.float32))
+    return json.dumps([[[place, rank, digest] for rank in ranks]]).encode()
+
+
+def unchanged(rank, copy):
+    return copy
+
+
+def changed_on_2(rank, copy):
+    return copy + (rank == 2)
+
+
+def test_what_another_process_sends_of_its_copies(say):
+    say(unchanged, digests(2, 3))
+    say(unchanged, digests(3, 2))
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        b"[", b"\xff", b"1", b"[[1]]", b'[[["slice", 0, 5]]]', b"[]", b"[" * 10**5, b"[[]]", b"[[], []]", digests(2),
+        digests(2, 2), digests(0, 1), digests(2, 3, 3), digests(2, 3, 4), digests(1, 2, 3), digests(2, -1),
+        digests(2, 3, place="elsewhere"),
+    ],
+)  # fmt: skip
+def test_what_another_process_sends_is_checked(theirs, say):
+    with pytest.raises(ValueError, match=r"^assert_replicated: process 1 has sent "):
+        say(unchanged, theirs)
+
+
+PARTS = [[2, ["a"] * 150]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "values"),
+    [
+        ([], []), ([[3, ["a"] * 150]], []), ([[2, ["a"] * 149]], []), ([[2, []]], []), (PARTS * 2, []),
+        ([*PARTS, [0, ["a"] * 150]], []), (PARTS, []), (PARTS, [[0, "1.0"]]), (PARTS, [[2, "1.0"], [3, "1.0"]]),
+    ],
+)  # fmt: skip
+def test_what_another_process_sends_of_parts_is_checked(parts, values, say):
+    rounds = [digests(2, 3, digest="a"), json.dumps(parts).encode()]
+    rounds += [json.dumps([[2, ["a"] * 2]]).encode()] * (parts == PARTS)
+    with pytest.raises(ValueError, match=r"^assert_replicated: process 1 has sent .* of (other|another)"):
+        say(changed_on_2, *rounds, json.dumps(values).encode())
+
+
+def test_copies_that_differ_in_no_part(say):
+    of_rank_0 = [replicas._digest(np.arange(300, dtype=np.float32)[i : i + 2]) for i in range(0, 300, 2)]
+    with pytest.raises(ValueError, match=r"the ranks 0, 2 differ, but none of their parts, .* the processes 0, 1 have"):
+        say(changed_on_2, digests(2, 3, digest="a"), json.dumps([[2, of_rank_0]]).encode())
+
+
+def test_what_another_process_says_of_a_value_is_escaped(say):
+    rounds = [digests(2, 3, digest="a"), PARTS, [[2, ["a"] * 2]], [[2, "\x1b[2J\n"]]]
+    with pytest.raises(AssertionError, match=r"index \(0,\): 0.0 on rank 0, \\x1b\[2J\\n on rank 2\."):
+        say(changed_on_2, rounds[0], *(json.dumps(each).encode() for each in rounds[1:]))

@@ -1,5 +1,7 @@
 """Gradient buckets: plans, bit-identical results, and errors when the plans of processes differ."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ from helpers import TARGET, assert_same_bits, compiled_text, make_mesh, rank_fol
 from jax.sharding import PartitionSpec as P
 from tiers import vma_fixture
 
-from jax_ring import _compat, plan_buckets, sync_gradients, sync_with_feedback
-from jax_ring.distributed import discovery
+from jax_ring import plan_buckets, sync_gradients, sync_with_feedback
+from jax_ring.distributed import discovery, store
 from jax_ring.training.wire import reduced_by
 
 check_vma = vma_fixture(without_vma=pytest.mark.one_pair)  # plain JAX on top of the collectives
@@ -244,7 +246,13 @@ def test_unbound_axis():
 
 def test_agreement(monkeypatch):
     values = {"k/1": b"a\nb\nc"}  # published by the other process
-    monkeypatch.setattr(_compat, "key_value_store", lambda timeout: (values.__setitem__, values.__getitem__))
+
+    def get(key):
+        if key not in values:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+        return values[key]
+
+    monkeypatch.setattr(store, "current", lambda: types.SimpleNamespace(put=values.__setitem__, get=get))
     discovery.compare("f", "a\nb\nc", "k", range(2))
     with pytest.raises(
         ValueError, match=r"process 0 \(here\) and process 1 \(there\) were given different data: 'x' here, 'b' there"
