@@ -73,7 +73,8 @@ class _Membership:
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         put, get = _compat.key_value_store(runtime.timeout())
         put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
-        runtime.join_processes(self.process, protocol.memory_name(key, token), put, get)
+        label, names = protocol.memory_label(key, token), protocol.memory_key(key, token)
+        runtime.join_processes(self.process, label, names, put, get)
         exit_notice.join()
 
     def publish_gpus(self) -> Gpus:

@@ -39,11 +39,11 @@ class Client:
 
 @pytest.fixture
 def runtime_of(monkeypatch):
-    """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
+    """Makes this process 0 of two, with the given client. Returns what the engines are told: (process, label, key)."""
     joined = []
     monkeypatch.setattr(discovery, "_has_plugins", False)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
+    monkeypatch.setattr(runtime, "join_processes", lambda *told: joined.append(told[:3]))
 
     def become(client):
         monkeypatch.setattr(
@@ -52,6 +52,11 @@ def runtime_of(monkeypatch):
         return joined
 
     return become
+
+
+def names(key, token):
+    """What the names of a job's shared memory are made of."""
+    return protocol.memory_label(key, token), protocol.memory_key(key, token)
 
 
 @pytest.mark.parametrize("own", [None, "here"])
@@ -65,9 +70,8 @@ def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
-    ((process, name),) = joined
-    assert (process, name) == (0, protocol.memory_name(b"", client.values["jax_ring/token"]))
-    assert len(bytes.fromhex(name)) == 16
+    assert joined == [(0, *names(b"", client.values["jax_ring/token"]))]
+    assert len(joined[0][2]) == 16
 
 
 def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, monkeypatch):
@@ -117,7 +121,7 @@ def test_the_first_process_sets_the_token(runtime_of):
     assert runtime_of(client) == []
     discovery.publish()
     discovery.publish()
-    assert runtime_of(client) == [(0, protocol.memory_name(b"", "made by process 1"))]
+    assert runtime_of(client) == [(0, *names(b"", "made by process 1"))]
 
 
 @pytest.mark.parametrize("their_key", ["", "0123456789abcdef"])
@@ -127,8 +131,9 @@ def test_a_process_with_another_secret_is_named(runtime_of, monkeypatch, their_k
     client = Client({"jax_ring/host/1": json.dumps(["there", "", "node1", their_key]).encode()})
     joined = runtime_of(client)
     discovery.publish()
-    name, key = joined[0][1], protocol.key_of_job(b"a secret of the job")
-    assert name == protocol.memory_name(key, client.values["jax_ring/token"]) != protocol.memory_name(b"", name)
+    key, token = protocol.key_of_job(b"a secret of the job"), client.values["jax_ring/token"]
+    assert joined == [(0, *names(key, token))]
+    assert not set(names(key, token)) & set(names(b"", token))
     assert key.hex()[:16] not in client.values["jax_ring/host/0"].decode()
     what = "they have different ones" if their_key else "process 1 has no secret"
     with pytest.raises(RuntimeError, match=f"^processes 0 and 1 are of one job, and {what}. .*JAX_RING_SECRET"):
