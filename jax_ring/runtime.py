@@ -260,14 +260,14 @@ def refuse_in_child(function: str) -> None:
 
 
 def join_processes(
-    process: int, token: str, publish: Callable[[str, bytes], None], fetch: Callable[[str], bytes]
+    process: int, label: str, key: bytes, publish: Callable[[str, bytes], None], fetch: Callable[[str], bytes]
 ) -> None:
     """Gives the engines this process's index, and the means to reach others.
 
-    token: a random string of all processes that names their shared memory. publish, fetch: put a value in the store of
-    `jax.distributed`, and wait for one.
+    label: what the names of their shared memory begin with. key: what these names follow from, 16 random bytes of all
+    processes. publish, fetch: put a value in the store of `jax.distributed`, and wait for one.
     """
-    _ffi_cpu.join(process, token)
+    _ffi_cpu.join(process, label, key)
     ffi_cuda.set_process(process, publish, fetch)
 
 

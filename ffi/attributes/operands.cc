@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace jax_ring {
 namespace {
@@ -69,6 +71,75 @@ size_t times(size_t a, size_t b) {
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<size_t>::max() : product;
 }
 
+size_t bytes_of(const Array& array) {
+  const size_t bits = xla_type_of(array.type()).bits;
+  return bits % 8 == 0 ? array.count * (bits / 8) : (array.count * bits + 7) / 8;
+}
+
+// Whether an element of the result depends on those at the same place in the operands alone, so that it may take the
+// place of one.
+bool keeps_places(const Plan& plan) {
+  return plan.collective == Collective::all_reduce || plan.collective == Collective::reduce ||
+         plan.collective == Collective::broadcast;
+}
+
+// Where the operands and results of a call are in memory. A thread's next call reuses its own memory.
+class Extents {
+ public:
+  Extents() {
+    operands_.clear();
+    results_.clear();
+  }
+
+  void add_operand(const Array& array) { add(array, operands_); }
+  void add_result(const Array& array) { add(array, results_); }
+
+  // Refuses results that share memory with each other or with an operand. first_own: the operand whose buffer may be
+  // that of result 0, and the next one's that of result 1; nullopt if none may be.
+  void check_apart(ffi::RemainingArgs args, ffi::RemainingRets rets, std::optional<size_t> first_own) {
+    const auto refuse_both = [](const Array& a, const Array& b) {
+      refuse(a, b,
+             "they share memory, so the call would read what it has written. Remove this alias from the program "
+             "(output_operand_aliases).");
+    };
+    std::sort(results_.begin(), results_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    for (size_t i = 1; i < results_.size(); ++i) {
+      if (results_[i - 1].end <= results_[i].begin) continue;
+      refuse_both(any_result(rets, results_[i - 1].index), any_result(rets, results_[i].index));
+    }
+    for (const Extent& operand : operands_) {
+      auto result = std::upper_bound(results_.begin(), results_.end(), operand.begin,
+                                     [](uintptr_t begin, const Extent& other) { return begin < other.end; });
+      for (; result != results_.end() && result->begin < operand.end; ++result) {
+        const bool is_own = first_own && result->index + *first_own == operand.index &&
+                            result->begin == operand.begin && result->end == operand.end;
+        if (!is_own) refuse_both(any_operand(args, operand.index), any_result(rets, result->index));
+      }
+    }
+  }
+
+ private:
+  struct Extent {
+    uintptr_t begin, end;
+    size_t index;  // among the operands, or the results
+  };
+  struct Kept {
+    std::vector<Extent> operands, results;
+  };
+
+  static Kept& kept() {
+    thread_local Kept of_thread;
+    return of_thread;
+  }
+  static void add(const Array& array, std::vector<Extent>& to) {
+    const auto begin = reinterpret_cast<uintptr_t>(array.buffer.untyped_data());
+    if (const size_t bytes = bytes_of(array); bytes > 0) to.push_back({begin, begin + bytes, array.index});
+  }
+
+  std::vector<Extent>& operands_ = kept().operands;
+  std::vector<Extent>& results_ = kept().results;
+};
+
 std::string numbers_of(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return "; it has " + std::to_string(args.size()) + " operands and " + std::to_string(rets.size()) + " results";
 }
@@ -89,6 +160,7 @@ EngineType check_whole(const Attributes& call, size_t group, ffi::RemainingArgs 
                blocks = call.blocks_apart ? 1 : slots * num_input_blocks(call.plan, num_ranks),
                blocks_of_result = call.blocks_apart ? 1 : sums * num_output_blocks(call.plan, num_ranks);
   const Array first = operand(args, 0);
+  Extents extents;
   for (size_t i = 0; i < args.size(); ++i) {
     const Array input = operand(args, i), output = result(rets, i);
     check_types(input, output);
@@ -105,7 +177,10 @@ EngineType check_whole(const Attributes& call, size_t group, ffi::RemainingArgs 
                  std::to_string(expected) + " elements");
     }
     if (call.blocks_apart && input.count != first.count) refuse(first, input, "the blocks differ in their size");
+    extents.add_operand(input);
+    extents.add_result(output);
   }
+  extents.check_apart(args, rets, keeps_places(call.plan) ? std::optional<size_t>(0) : std::nullopt);
   return engine_type_of(call.plan, first.type());
 }
 
@@ -146,6 +221,9 @@ EngineType check_part(const Attributes& call, size_t group, ffi::RemainingArgs a
                std::to_string(whole.count) + " in blocks of " + std::to_string(block) + " for each of " +
                std::to_string(num_ranks) + " ranks");
   }
+  Extents extents;
+  extents.add_operand(input);
+  extents.add_result(output);
   if (!scatters && begin > 0) {
     if (args.size() < 2) refuse(output, "an all-gather for a further part takes the array with those before");
     const Array before = operand(args, 1);
@@ -153,7 +231,9 @@ EngineType check_part(const Attributes& call, size_t group, ffi::RemainingArgs a
     if (before.count != output.count) {
       refuse(before, output, "an all-gather for a further part takes the array with those before");
     }
+    extents.add_operand(before);
   }
+  extents.check_apart(args, rets, 1);
   const EngineType type = engine_type_of(call.plan, input.type());
   return {type.dtype, units.converts ? 1 : type.per_xla_element};
 }
@@ -182,6 +262,10 @@ EngineType check_ragged(const Attributes& call, size_t group, ffi::RemainingArgs
   if (!have_equal_rows(before, output) || before.count != output.count) {
     refuse(before, output, "a ragged all-to-all needs a result for the array that it changes");
   }
+  Extents extents;
+  for (const Array* each : {&table, &input, &before}) extents.add_operand(*each);
+  extents.add_result(output);
+  extents.check_apart(args, rets, 2);
   return {DType::u8, 1};
 }
 
@@ -196,15 +280,21 @@ EngineType check_operands(const Attributes& call, size_t group, ffi::RemainingAr
 void copy_operands(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   if (args.size() != rets.size())
     throw std::invalid_argument("a copy needs one result per operand" + numbers_of(args, rets));
+  Extents extents;
   for (size_t i = 0; i < args.size(); ++i) {
-    Array from = any_operand(args, i), to = any_result(rets, i);
+    const Array from = any_operand(args, i), to = any_result(rets, i);
     check_types(from, to);
     if (from.count != to.count) refuse(from, to, "they must have one size");
+    extents.add_operand(from);
+    extents.add_result(to);
+  }
+  extents.check_apart(args, rets, 0);
+  for (size_t i = 0; i < args.size(); ++i) {
+    const Array from = any_operand(args, i), to = any_result(rets, i);
     void* const data = from.buffer.untyped_data();
     if (data == to.buffer.untyped_data() || from.count == 0) continue;
-    const size_t bits = xla_type_of(from.type()).bits;
-    if (bits == 0) refuse(from, "it is no array");
-    std::memcpy(to.buffer.untyped_data(), data, (from.count * bits + 7) / 8);
+    if (xla_type_of(from.type()).bits == 0) refuse(from, "it is no array");
+    std::memcpy(to.buffer.untyped_data(), data, bytes_of(from));
   }
 }
 

@@ -173,10 +173,10 @@ std::vector<RecordedCall*> Recorder::calls() const {
   return calls;
 }
 
-void Recorder::join(int64_t process, const std::string& token) {
+void Recorder::join(int64_t process, const std::string& label) {
   if (memory_ == nullptr) return;
   memory_->process.store(process, std::memory_order_relaxed);
-  memory_->job.store(Hash().add(std::string_view(token)).value(), std::memory_order_release);
+  memory_->job.store(Hash().add(std::string_view(label)).value(), std::memory_order_release);
   std::lock_guard<std::mutex> lock(mutex_);
   peers_.clear();
   has_printed_ = false;

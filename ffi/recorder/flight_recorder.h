@@ -46,7 +46,7 @@ static_assert(sizeof(Record) == 64);
 struct Memory {
   std::atomic<uint64_t> magic;
   std::atomic<int64_t> process;  // the runtime's id
-  std::atomic<uint64_t> job;     // a hash of the job's common token; 0 in a program of one process
+  std::atomic<uint64_t> job;     // a hash of the job's label; 0 in a program of one process
   std::atomic<uint32_t> num_calls;
   alignas(64) std::atomic<uint64_t> next;  // the number of records taken
   Record records[kNumRecords];
@@ -211,8 +211,8 @@ class Recorder {
   // which a thread of the parent may have held.
   void leave_parent();
 
-  // Sets this process's number in the job with this token. Forgets the peers, which may belong to another job.
-  void join(int64_t process, const std::string& token);
+  // Sets this process's number in the job with this label. Forgets the peers, which may belong to another job.
+  void join(int64_t process, const std::string& label);
 
   // Maps a peer's memory, so that it stays readable, whatever happens to the peer. No effect if it is mapped already,
   // or if the peer cannot be found.

@@ -287,12 +287,15 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def(
       "join",
-      [](int64_t process, const std::string& token) {
-        jax_ring::shm::Communicators::instance().join(process, token);
-        jax_ring::flight::Recorder::instance().join(process, token);
+      [](int64_t process, const std::string& label, const nb::bytes& key) {
+        const std::string own(key.c_str(), key.size());
+        const nb::gil_scoped_release released;
+        jax_ring::shm::Communicators::instance().join(process, label, own);
+        jax_ring::flight::Recorder::instance().join(process, label);
       },
-      "process"_a, "token"_a, nb::call_guard<nb::gil_scoped_release>(),
-      "Sets the id of this process among those that share the token, which names their shared memory.");
+      "process"_a, "label"_a, "key"_a,
+      "Sets the id of this process among those that share the key of 16 bytes. The names of their shared memory begin "
+      "with the label, and nobody can work them out without the key.");
 
   bind_flight_recorder(m);
 
@@ -316,7 +319,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def(
       "reset_groups", [] { jax_ring::shm::Communicators::instance().reset(); },
       nb::call_guard<nb::gil_scoped_release>(),
-      "Gives up all groups, and forgets them and the token, so that `join` starts afresh. Programs that were compiled "
+      "Gives up all groups, and forgets them and the key, so that `join` starts afresh. Programs that were compiled "
       "before fail.");
 
   m.def(

@@ -67,7 +67,7 @@ class _Membership:
         # Of what the processes do alike, by name. A runtime begins anew, because its other processes may be new.
         self.counts: dict[str, itertools.count] = collections.defaultdict(itertools.count)
         self.store.put(_key("host", self.process), json.dumps(self.hosts[self.process]).encode())
-        runtime.join_processes(self.process, self.store.memory_name, self.store.put, self.store.get)
+        runtime.join_processes(self.process, *self.store.memory, self.store.put, self.store.get)
         exit_notice.join(self.store)
 
     def publish_gpus(self) -> Gpus:

@@ -27,7 +27,7 @@ class Store:
     """The store of one runtime of `jax.distributed`.
 
     Attributes:
-      memory_name: the name of the shared memory of this runtime's processes.
+      memory: what the names of the processes' shared memory begin with, and the key from which they follow.
     """
 
     def __init__(self, client: Any) -> None:
@@ -36,7 +36,7 @@ class Store:
         # shared resources, which other programs must not be able to guess.
         token = _compat.publish_once(client, "jax_ring/token", secrets.token_hex(16).encode()).decode(errors="replace")
         key = protocol.own_key()
-        self.memory_name = protocol.memory_name(key, token)
+        self.memory = protocol.memory_label(key, token), protocol.memory_key(key, token)
         # The launcher's prefix is of this generation alone: what an earlier one has written is worth nothing.
         purpose = f"store {protocol.memory_prefix()} {token}"
         self._key, self._without_secret = protocol.derived(key, purpose), protocol.derived(b"", purpose)

@@ -83,9 +83,17 @@ def memory_prefix_for(key: bytes, name: str) -> str:
     return derived(key, f"prefix {name}").hex()[:16]
 
 
-def memory_name(key: bytes, token: str) -> str:
-    """The name of this job's shared memory after `jax_ring-`. token: published by the first of its processes."""
-    return memory_prefix() + derived(key, f"memory {token}").hex()[:32]
+def memory_label(key: bytes, token: str) -> str:
+    """The beginning of the names of this job's shared memory, after `jax_ring-`: everybody on the machine may see it.
+
+    token: published by the first of the job's processes.
+    """
+    return memory_prefix() + derived(key, f"label {token}").hex()[:16]
+
+
+def memory_key(key: bytes, token: str) -> bytes:
+    """The key from which these names follow. It is in none of them."""
+    return derived(key, f"memory {token}")[:16]
 
 
 def remove_memory(prefix: str) -> list[OSError]:

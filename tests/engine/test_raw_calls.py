@@ -46,10 +46,12 @@ def attributes(collective, **changes):
     }
 
 
-def call(collective, result_dtypes, *operands, position=0, **changes):
-    """The results, of the shapes of the operands."""
+def call(collective, result_dtypes, *operands, position=0, aliases=None, **changes):
+    """The results, of the shapes of the operands. aliases: the result in the buffer of an operand."""
     results = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(operands, result_dtypes, strict=False)]
-    function = jax.ffi.ffi_call(f"jax_ring_{collective}", results)
+    # Behind the mesh position.
+    aliases = {1 + operand: result for operand, result in (aliases or {}).items()}
+    function = jax.ffi.ffi_call(f"jax_ring_{collective}", results, input_output_aliases=aliases)
     return function(jnp.uint32(position), *operands, **attributes(collective, **changes))
 
 
@@ -81,6 +83,38 @@ def test_elements_that_share_bytes(dtype):
     x = jnp.ones((3, 16, 1600), dtype)
     with refused(rf"operand 0 is {dtype}\[3,16,1600\].*Convert it to one whose elements are whole bytes"):
         run(lambda x: call("all_to_all", [x.dtype], x), x)
+
+
+def in_place(collective, aliases, **changes):
+    """The results of a call of two ranks, with these aliases, for [0, 1, 2, 3], [4, 5, 6, 7] and ten times these."""
+    both = {"group_sizes": numbers(2), "members": numbers(0, 1), "processes": numbers(0, 0), **changes}
+
+    def of_rank(x):
+        position = jax.lax.axis_index("i").astype(jnp.uint32)
+        operands = [x + 0, 10 * x]  # computed here, so that their buffers are free
+        return call(collective, [x.dtype] * 2, *operands, position=position, aliases=aliases, **both)
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("i")
+    fun = jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=[spec, spec], check_vma=False)
+    return [np.asarray(x).tolist() for x in run(fun, jnp.arange(8.0))]
+
+
+@pytest.mark.parametrize(
+    ("collective", "aliases"),
+    [("all_to_all", {0: 0}), ("permute", {1: 1}), ("all_reduce", {1: 0}), ("broadcast", {0: 1})],
+)
+def test_a_result_in_the_buffer_of_an_operand_that_is_still_read(collective, aliases):
+    """Before it was refused, it held values of other places."""
+    changes = {"sources": numbers(1, 0)} if collective == "permute" else {}
+    ((operand, result),) = aliases.items()
+    with refused(f"^INVALID_ARGUMENT: the call, .*: operand {operand} .*, result {result} .*: they share memory"):
+        in_place(collective, aliases, **changes)
+
+
+def test_a_result_in_the_buffer_of_its_own_operand():
+    assert in_place("all_reduce", {0: 0, 1: 1}) == [[4, 6, 8, 10] * 2, [40, 60, 80, 100] * 2]
+    assert in_place("broadcast", {1: 1}) == [[0, 1, 2, 3] * 2, [0, 10, 20, 30] * 2]
 
 
 def test_an_exported_program_from_elsewhere():

@@ -58,11 +58,12 @@ ours = jax.jit(jax.shard_map(lambda x: jax_ring.ring_psum(x, "i"), mesh=mesh, in
 assert float(ours[0]) == float(total[0])
 assert protocol.memory_prefix()
 token = _compat.distributed_client().key_value_try_get("jax_ring/token")
-name = protocol.memory_name(protocol.own_key(), token)
+label, key = protocol.memory_label(protocol.own_key(), token), protocol.memory_key(protocol.own_key(), token)
 assert len(protocol.own_key()) == 32
-assert name.startswith(protocol.memory_prefix())
-assert token not in name
-with open("/proc/self/maps") as maps: assert f"/dev/shm/jax_ring-{name}" in maps.read()
+assert label.startswith(protocol.memory_prefix())
+with open("/proc/self/maps") as maps: names = {line.split()[5] for line in maps if "/dev/shm/jax_ring" in line}
+assert names and all(name.startswith(f"/dev/shm/jax_ring-{label}-") for name in names)
+assert not [name for name in names if token in name or key.hex() in name]
 print(jax.process_count(), jax.local_device_count(), jax.device_count(), float(total[0]))
 """
     )

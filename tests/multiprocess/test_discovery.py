@@ -46,11 +46,11 @@ class Client:
 
 @pytest.fixture
 def runtime_of(monkeypatch):
-    """Makes this process 0 of two, with the given client. Returns the (process, token) pairs passed to the engines."""
+    """Makes this process 0 of two, with the given client. Returns what the engines are told: (process, label, key)."""
     joined = []
     monkeypatch.setattr(discovery, "_has_plugins", False)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(runtime, "join_processes", lambda process, token, *exchange: joined.append((process, token)))
+    monkeypatch.setattr(runtime, "join_processes", lambda *told: joined.append(told[:3]))
 
     def become(client):
         monkeypatch.setattr(
@@ -59,6 +59,11 @@ def runtime_of(monkeypatch):
         return joined
 
     return become
+
+
+def names(key, token):
+    """What the names of a job's shared memory are made of."""
+    return protocol.memory_label(key, token), protocol.memory_key(key, token)
 
 
 @pytest.mark.parametrize("own", [None, "here"])
@@ -72,9 +77,8 @@ def test_hosts_are_distinguished(runtime_of, monkeypatch, own):
     assert discovery.host_of(0) == (own or discovery.host_of(0))
     assert discovery.host_of(1) == "there"
     assert discovery.host_names([0, 1]) == {0: socket.gethostname(), 1: "node1"}
-    ((process, name),) = joined
-    assert (process, name) == (0, protocol.memory_name(b"", "a token"))
-    assert len(bytes.fromhex(name)) == 16
+    assert joined == [(0, *names(b"", "a token"))]
+    assert len(joined[0][2]) == 16
 
 
 def test_processes_that_claim_a_host_and_share_no_memory_are_named(runtime_of, monkeypatch):
@@ -124,7 +128,7 @@ def test_the_first_process_sets_the_token(runtime_of):
     assert runtime_of(client) == []
     discovery.publish()
     discovery.publish()
-    assert runtime_of(client) == [(0, protocol.memory_name(b"", "made by process 1"))]
+    assert runtime_of(client) == [(0, *names(b"", "made by process 1"))]
 
 
 @pytest.mark.parametrize("their_secret", [None, "another secret of a job"])
@@ -137,7 +141,8 @@ def test_another_secret_is_an_error(runtime_of, monkeypatch, their_secret):
     joined = runtime_of(client)
     discovery.publish()
     key = protocol.key_of_job(b"a secret of the job")
-    assert joined[0][1] == protocol.memory_name(key, "a token") != protocol.memory_name(b"", "a token")
+    assert joined == [(0, *names(key, "a token"))]
+    assert not set(names(key, "a token")) & set(names(b"", "a token"))
     why = "who wrote it has another secret" if their_secret else "the process that wrote it has no secret"
     with pytest.raises(ForeignValueError, match=f"^the value of jax_ring/host/1 .* {why}.* set JAX_RING_SECRET to one"):
         discovery.host_of(1)

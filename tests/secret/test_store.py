@@ -215,7 +215,7 @@ def test_a_token_of_a_stranger(client_of_job):
     first, second = Store(client_of_job), Store(client_of_job)
     first.put("a/0", b"value")
     assert second.get("a/0") == b"value"
-    assert first.memory_name == second.memory_name
+    assert first.memory == second.memory
 
 
 def test_every_value_goes_through_the_store():

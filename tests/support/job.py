@@ -20,7 +20,7 @@ def job_token() -> str:
     """The text that the names of this job's shared memory begin with; other jobs may run beside it."""
     from jax_ring.launcher import protocol
 
-    return protocol.memory_name(protocol.own_key(), client().key_value_try_get("jax_ring/token"))
+    return protocol.memory_label(protocol.own_key(), client().key_value_try_get("jax_ring/token"))
 
 
 def segments(token: str) -> list[str]:

@@ -41,21 +41,21 @@ ReplicaGroups::ReplicaGroups(const std::vector<int64_t>& partitions, const std::
       if (partition < 0 || partition > kLargestPartition) {
         throw std::invalid_argument("replica groups: there is no partition " + std::to_string(partition));
       }
-      if (partition >= static_cast<int64_t>(places_.size())) places_.resize(partition + 1, Place{-1, -1});
-      places_[partition] = {group, rank};
+      places_.push_back({partition, {group, rank}});
     }
   }
+  std::sort(places_.begin(), places_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
 }
 
-bool ReplicaGroups::contains(int64_t partition) const {
-  return partition >= 0 && partition < static_cast<int64_t>(places_.size()) && places_[partition].group >= 0;
+const ReplicaGroups::Place* ReplicaGroups::find(int64_t partition) const {
+  const auto found = std::lower_bound(places_.begin(), places_.end(), partition,
+                                      [](const auto& place, int64_t sought) { return place.first < sought; });
+  return found != places_.end() && found->first == partition ? &found->second : nullptr;
 }
 
 ReplicaGroups::Place ReplicaGroups::place(int64_t partition) const {
-  if (!contains(partition)) {
-    throw std::out_of_range("partition " + std::to_string(partition) + " is in none of the call's replica groups");
-  }
-  return places_[partition];
+  if (const Place* const found = find(partition)) return *found;
+  throw std::out_of_range("partition " + std::to_string(partition) + " is in none of the call's replica groups");
 }
 
 ReplicaGroups::Place ReplicaGroups::local_place(int64_t partition) const {

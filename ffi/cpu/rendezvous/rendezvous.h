@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/threads.h"
@@ -92,7 +93,7 @@ class ReplicaGroups {
   // Also throws std::invalid_argument if it is in another process. A group would be complete without the rank that
   // it waits for.
   Place local_place(int64_t partition) const;
-  bool contains(int64_t partition) const;
+  bool contains(int64_t partition) const { return find(partition) != nullptr; }
   const std::vector<int64_t>& members(int group) const { return members_[group]; }
   int size(int group) const { return static_cast<int>(members_[group].size()); }
   bool is_local(int group, int rank) const { return is_local_[group][rank]; }
@@ -101,10 +102,12 @@ class ReplicaGroups {
   int num_groups() const { return static_cast<int>(members_.size()); }
 
  private:
+  const Place* find(int64_t partition) const;  // null if no group contains it
+
   std::vector<std::vector<int64_t>> members_;
-  std::vector<std::vector<bool>> is_local_;  // by group, then rank
-  std::vector<int> num_local_;               // by group
-  std::vector<Place> places_;                // by partition
+  std::vector<std::vector<bool>> is_local_;        // by group, then rank
+  std::vector<int> num_local_;                     // by group
+  std::vector<std::pair<int64_t, Place>> places_;  // of each partition, in ascending order
 };
 
 // The open rendezvous of one call site, for this process's ranks. A rank joins the oldest open rendezvous of its group

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/printable.h"
 #include "cuda/groups/deadline.h"
 
 namespace jax_ring::gpu {
@@ -117,7 +118,7 @@ void Connection::try_to_connect() {
       if (items.empty() || items[0] != own[0] || ++next[process] >= items.size()) {
         throw std::runtime_error("processes " + std::to_string(group_.process) + " and " + std::to_string(process) +
                                  " run different versions of jax_ring: their mailboxes have " + own[0] + " and " +
-                                 (items.empty() ? "no" : items[0]) + " bytes");
+                                 (items.empty() ? "no" : printable(items[0])) + " bytes");
       }
       for (LocalRank& local : local_) import(local, peer, items[next[process]]);
     }

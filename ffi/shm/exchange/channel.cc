@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/cores.h"
+#include "base/printable.h"
 
 namespace jax_ring::shm {
 namespace {
@@ -51,6 +52,20 @@ std::optional<ProcessStat> read_process_stat(int64_t pid) {
   for (int field = 4; field < 22; ++field) fields >> skipped;
   return fields >> stat.start_time ? std::optional(stat) : std::nullopt;
 }
+
+// What another process has written may be any number.
+ErrorCode code_of(int64_t number) {
+  for (ErrorCode known : {ErrorCode::invalid_argument, ErrorCode::deadline_exceeded, ErrorCode::resource_exhausted,
+                          ErrorCode::failed_precondition}) {
+    if (number == static_cast<int64_t>(known)) return known;
+  }
+  return ErrorCode::internal;
+}
+CallFailure::Kind kind_of(int64_t number) {
+  using Kind = CallFailure::Kind;
+  return number >= 0 && number < static_cast<int64_t>(Kind::count) ? static_cast<Kind>(number) : Kind::other;
+}
+int64_t index_of(int64_t number) { return std::max(number, CallFailure::kNone); }
 
 }  // namespace
 
@@ -116,10 +131,10 @@ bool Channel::has_staged(int process, uint32_t round, uint64_t call, bool growth
 }
 
 void Channel::offer(int level) {
-  const uint32_t offer = ++last_offer_ * kLevels + level;
+  offer_ = ++last_offer_ * kLevels + level;
   // Relaxed, here and below: the next signal of a round from this thread is a release.
-  area(self_).growth.offered.store(offer, std::memory_order_relaxed);
-  area(self_).growth.mapped.store(offer, std::memory_order_relaxed);
+  area(self_).growth.offered.store(offer_, std::memory_order_relaxed);
+  area(self_).growth.mapped.store(offer_, std::memory_order_relaxed);
 }
 
 bool Channel::offer_growth(int level) {
@@ -147,30 +162,33 @@ void Channel::skip_calls() {
 void Channel::accept_growth() {
   const Growth& leaders = area(0).growth;
   if (leaders.retired.load(std::memory_order_relaxed) == in_use_) use_first_segment();
-  const uint32_t offer = leaders.offered.load(std::memory_order_relaxed);
-  const uint32_t level = offer % kLevels;
-  if (level > 0) accepted_ = segments_->open(offer / kLevels, num_processes_ * bytes_of_values(capacities_[level]));
+  // Read once: what is mapped here must also be what this process uses.
+  offer_ = leaders.offered.load(std::memory_order_relaxed);
+  const uint32_t level = offer_ % kLevels;
+  if (level > 0 && level < capacities_.size()) {
+    accepted_ = segments_->open(offer_ / kLevels, num_processes_ * bytes_of_values(capacities_[level]));
+  }
   const bool has_it = level == 0 || accepted_ != nullptr;
-  area(self_).growth.mapped.store(has_it ? offer : kRefused, std::memory_order_relaxed);
+  area(self_).growth.mapped.store(has_it ? offer_ : kRefused, std::memory_order_relaxed);
 }
 
 void Channel::finish_growth() {
-  const uint32_t offer = area(0).growth.offered.load(std::memory_order_relaxed);
-  if (accepted_ != nullptr && self_ == 0) segments_->unlink(offer / kLevels);
+  const uint32_t level = offer_ % kLevels;
+  if (accepted_ != nullptr && self_ == 0) segments_->unlink(offer_ / kLevels);
   has_retired_ = false;
-  bool have_all = true;
+  bool have_all = level == 0 || accepted_ != nullptr;
   for (int process = 0; process < num_processes_; ++process) {
-    have_all = have_all && area(process).growth.mapped.load(std::memory_order_relaxed) == offer;
+    have_all = have_all && area(process).growth.mapped.load(std::memory_order_relaxed) == offer_;
   }
   if (!have_all) {
     accepted_.reset();
     return skip_calls();
   }
-  if (offer % kLevels == 0) return use_first_segment();
+  if (level == 0) return use_first_segment();
   grown_ = std::move(accepted_);
   values_ = grown_.get();
-  level_ = offer % kLevels;
-  in_use_ = offer;
+  level_ = static_cast<int>(level);
+  in_use_ = offer_;
 }
 
 void Channel::use_first_segment() {
@@ -220,12 +238,13 @@ CallFailure Channel::status_of(int process) const {
     if (std::optional<CallFailure> failure = segments_->failure_of(process)) return *failure;
   }
   CallFailure posted;
-  posted.text = std::string(status.text, std::min(length, sizeof(status.text)));
+  // From a copy: the other process may write meanwhile.
+  posted.text = printable(std::string(status.text, std::min(length, sizeof(status.text))));
   if (area(process).signals.aborted.load(std::memory_order_acquire) == 0) return posted;
-  posted.code = static_cast<ErrorCode>(status.code.load(std::memory_order_relaxed));
-  posted.kind = static_cast<CallFailure::Kind>(status.kind.load(std::memory_order_relaxed));
-  posted.process = status.process.load(std::memory_order_relaxed);
-  posted.rank = status.rank.load(std::memory_order_relaxed);
+  posted.code = code_of(status.code.load(std::memory_order_relaxed));
+  posted.kind = kind_of(status.kind.load(std::memory_order_relaxed));
+  posted.process = index_of(status.process.load(std::memory_order_relaxed));
+  posted.rank = index_of(status.rank.load(std::memory_order_relaxed));
   return posted;
 }
 

@@ -101,7 +101,7 @@ class Channel {
 
   // The text that other processes report while they wait for this one, truncated to fit.
   void post_status(const std::string& text);
-  // That text and, for a process that has aborted the group, the reason: everything but number and cause.
+  // That text, escaped, and, for a process that has aborted the group, the reason: everything but number and cause.
   CallFailure status_of(int process) const;
 
   // Aborts the group for all processes, and removes the name of any segment on offer. leaves: this process makes no
@@ -182,6 +182,7 @@ class Channel {
   unsigned char* values_;
   Memory grown_, accepted_;
   uint32_t in_use_ = 0;          // the offer that brought it
+  uint32_t offer_ = 0;           // the last one that this process has made, or tried to map
   bool has_retired_ = false;     // for the leader: since its last call
   uint32_t last_offer_ = 0;      // for the leader: the number of its last segment
   uint32_t calls_to_skip_ = 0;   // for the leader: calls that do not ask for a larger segment

@@ -23,6 +23,12 @@ std::string predicate_of(const CallFailure& how) {
   return how.process == CallFailure::kNone ? how.cause : "failed because " + how.cause;
 }
 
+// A sentence without its period, which goes on. Another process may have posted any text.
+std::string clause_of(std::string sentence) {
+  if (!sentence.empty() && sentence.back() == '.') sentence.pop_back();
+  return sentence;
+}
+
 }  // namespace
 
 // Whether the group cannot complete the current call: data that a process staged before it left is there by now, and it
@@ -146,7 +152,7 @@ CallFailure Communicator::failure_by(int process) const {
   if (!channel_->has_joined(process)) {
     const bool failed = channel_->has_aborted(process);
     found.kind = failed ? status.kind : Kind::absent;
-    what = failed ? status.text.substr(0, status.text.size() - 1) : "has not made a call in this group yet";
+    what = failed ? clause_of(status.text) : "has not made a call in this group yet";
   } else if (channel_->has_aborted(process)) {
     found.kind = Kind::aborted;
     what = "has aborted the group";

@@ -1,16 +1,16 @@
 // communicators.cc: creates each group's communicator once.
 #include "shm/group/communicators.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
-#include "base/hash.h"
+#include "base/siphash.h"
 #include "base/threads.h"
 #include "cpu/rendezvous/watchdog.h"
+#include "shm/memory/names.h"
 #include "shm/memory/shared_memory.h"
 #include "shm/peers/departures.h"
 
@@ -23,12 +23,6 @@ std::string host_id() {
   return named == nullptr ? "" : named;
 }
 
-std::string hex(uint64_t number) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(number));
-  return text;
-}
-
 }  // namespace
 
 Communicators& Communicators::instance() {
@@ -37,12 +31,14 @@ Communicators& Communicators::instance() {
   return *all;
 }
 
-void Communicators::join(int64_t process, const std::string& token) {
+void Communicators::join(int64_t process, const std::string& label, const std::string& key) {
+  static_cast<void>(SipHash(key));                                   // throws before anything has changed
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
   std::lock_guard<std::mutex> lock(mutex_);
   process_ = process;
-  if (token == token_) return;
-  token_ = token;
+  if (key == key_) return;
+  label_ = label;
+  key_ = key;
   aborted_.reset();
   old.swap(by_members_);
   next_indices_.clear();
@@ -72,7 +68,7 @@ void Communicators::reset() {
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> old;  // destroyed after the lock is released
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    token_.clear();
+    key_.clear();
     aborted_.reset();
     old.swap(by_members_);
     next_indices_.clear();
@@ -94,7 +90,7 @@ int64_t Communicators::process() const {
 
 std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Member>& members) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (token_.empty()) {
+  if (key_.empty()) {
     throw std::logic_error(
         "this program is for several processes, and jax_ring does not know the others. It discovers them when it "
         "lowers a program: call jax.distributed.initialize() first, and do not load programs that were compiled "
@@ -102,18 +98,17 @@ std::shared_ptr<Communicator> Communicators::get_or_create(const std::vector<Mem
   }
   std::shared_ptr<Communicator>& found = by_members_[members];
   if (found == nullptr) {
-    std::vector<int64_t> processes;
-    Hash hash;
+    std::vector<int64_t> processes, numbers;
     for (const Member& member : members) {
       processes.push_back(member.first);
-      hash.add(member.first).add(member.second);
+      numbers.insert(numbers.end(), {member.first, member.second});
     }
     Group group(processes, process_);
     Capacities capacities = capacities_of(group);
     std::vector<int64_t> ids;
     for (int process = 0; process < group.num_processes(); ++process) ids.push_back(group.process_id(process));
     auto segments = std::make_unique<SharedMemory>(
-        "/jax_ring-" + token_ + "-" + hex(hash.value()), std::move(ids), group.self(),
+        Names(label_, key_, std::move(numbers)), std::move(ids), group.self(),
         [] { return cpu::Watchdog::instance().deadline(); }, host_id());
     watch_idle_memory();
     found = std::make_shared<Communicator>(std::move(group), std::move(capacities), std::move(segments));

@@ -24,15 +24,16 @@ class Communicators {
  public:
   static Communicators& instance();
 
-  // Sets this process's id among the processes with the same token, which names their shared memory. A new token means
-  // a new set of processes: the old communicators are dropped.
-  void join(int64_t process, const std::string& token);
+  // Sets this process's id among the processes with the same key. label, key: for the names of their shared memory, see
+  // Names. A new key means a new set of processes: the old communicators are dropped. Throws std::invalid_argument
+  // unless the key has SipHash::kKeyBytes.
+  void join(int64_t process, const std::string& label, const std::string& key);
   int64_t process() const;
 
   // Aborts all groups, including future ones: see Communicator::leave(). For a process that makes no more calls.
   void abort(const CallFailure& how);
 
-  // Leaves all groups and forgets the token, the counters, and the failures of executions, so that join() starts afresh
+  // Leaves all groups and forgets the key, the counters, and the failures of executions, so that join() starts afresh
   // in this process. Earlier compiled programs fail.
   void reset();
 
@@ -62,7 +63,7 @@ class Communicators {
 
   mutable std::mutex mutex_;
   int64_t process_ = 0;
-  std::string token_;
+  std::string label_, key_;             // the key is empty before join()
   std::optional<CallFailure> aborted_;  // how
   std::map<std::vector<Member>, std::shared_ptr<Communicator>> by_members_;
   bool watches_idle_memory_ = false;

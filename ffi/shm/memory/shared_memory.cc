@@ -112,17 +112,16 @@ class MappingError : public CallError {
 
 }  // namespace
 
-SharedMemory::SharedMemory(std::string name, std::vector<int64_t> processes, int self,
+SharedMemory::SharedMemory(Names names, std::vector<int64_t> processes, int self,
                            std::function<double()> deadline_seconds, std::string host_id)
-    : name_(std::move(name)),
+    : names_(std::move(names)),
+      name_(names_.segment(0)),
       processes_(std::move(processes)),
       self_(self),
       deadline_seconds_(std::move(deadline_seconds)),
       host_id_(std::move(host_id)),
-      notes_(name_, num_processes(), self),
+      notes_(names_, num_processes(), self),
       failures_(processes_.size()) {}
-
-std::string SharedMemory::name_of(uint32_t number) const { return name_ + "-" + std::to_string(number); }
 
 Memory SharedMemory::connect(size_t bytes, const Stop& stop) {
   try {
@@ -189,12 +188,12 @@ void SharedMemory::give_up_waiting(double seconds) const {
 }
 
 Memory SharedMemory::create(uint32_t number, size_t bytes) {
-  return leaves_room(bytes) ? create_file(name_of(number), bytes).memory : nullptr;
+  return leaves_room(bytes) ? create_file(names_.segment(number), bytes).memory : nullptr;
 }
 
-Memory SharedMemory::open(uint32_t number, size_t bytes) { return open_file(name_of(number), bytes).memory; }
+Memory SharedMemory::open(uint32_t number, size_t bytes) { return open_file(names_.segment(number), bytes).memory; }
 
-void SharedMemory::unlink(uint32_t number) { shm_unlink(name_of(number).c_str()); }
+void SharedMemory::unlink(uint32_t number) { shm_unlink(names_.segment(number).c_str()); }
 
 std::optional<CallFailure> SharedMemory::failure_of(int process) {
   std::optional<CallFailure>& known = failures_[process];

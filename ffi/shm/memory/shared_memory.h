@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "shm/memory/names.h"
 #include "shm/memory/segments.h"
 #include "shm/peers/failure_notes.h"
 
@@ -17,11 +18,10 @@ namespace jax_ring::shm {
 // however they exit.
 class SharedMemory final : public Segments {
  public:
-  // name: for shm_open; secret enough that no other program uses it. processes: the runtime's id of each one. self:
-  // this process's index; 0 is the leader, which creates the segments. deadline_seconds: how long connect() waits for
-  // the leader. host_id: the name by which the processes count as on one host, for the error message; empty if they
-  // have none.
-  SharedMemory(std::string name, std::vector<int64_t> processes, int self, std::function<double()> deadline_seconds,
+  // processes: the runtime's id of each one. self: this process's index; 0 is the leader, which creates the segments.
+  // deadline_seconds: how long connect() waits for the leader. host_id: the name by which the processes count as on one
+  // host, for the error message; empty if they have none.
+  SharedMemory(Names names, std::vector<int64_t> processes, int self, std::function<double()> deadline_seconds,
                std::string host_id = "");
 
   Memory connect(size_t bytes, const Stop& stop) override;
@@ -35,10 +35,10 @@ class SharedMemory final : public Segments {
   int num_processes() const { return static_cast<int>(processes_.size()); }
   Memory connect_or_fail(size_t bytes, const Stop& stop);
   [[noreturn]] void give_up_waiting(double seconds) const;
-  std::string name_of(uint32_t number) const;
   std::string name_of_process(int process) const { return "process " + std::to_string(processes_[process]); }
 
-  const std::string name_;
+  const Names names_;
+  const std::string name_;  // of the first segment
   const std::vector<int64_t> processes_;
   const int self_;
   const std::function<double()> deadline_seconds_;

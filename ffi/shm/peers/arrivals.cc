@@ -18,6 +18,8 @@ int64_t difference(uint64_t later, uint64_t earlier) {
   return static_cast<int64_t>((later & ~kRank) - (earlier & ~kRank)) >> kRankBits;
 }
 
+int rank_of(uint64_t arrival) { return static_cast<int>(arrival & ((1 << kRankBits) - 1)); }
+
 }  // namespace
 
 void end_entry(flight::Entry& entry, const Group& group, const std::vector<uint64_t>& arrivals) {
@@ -27,14 +29,14 @@ void end_entry(flight::Entry& entry, const Group& group, const std::vector<uint6
   for (int process = 0; process < group.num_processes(); ++process) {
     if (process == group.self()) continue;
     uint64_t other = arrivals[process];
-    if (other == 0) continue;  // it does not record
+    if (other == 0) continue;                           // it does not record
+    if (rank_of(other) >= group.num_ranks()) continue;  // the other process may have written anything
     if (difference(other, last) > 0) std::swap(other, last);
     if (before_last == 0 || difference(other, before_last) > 0) before_last = other;
   }
   const int64_t ready = entry.ready() + difference(last, own);
   if (before_last != 0) {
-    const int rank = static_cast<int>(last & ((1 << kRankBits) - 1));
-    entry.note_last_of_all(rank, ready, difference(last, before_last));
+    entry.note_last_of_all(rank_of(last), ready, difference(last, before_last));
   }
   entry.end(flight::State::done, flight::nanoseconds_now());
 }

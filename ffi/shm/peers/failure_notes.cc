@@ -83,17 +83,15 @@ CallFailure MappingFailure::failure() const {
                          is_shortage(error) ? ErrorCode::resource_exhausted : ErrorCode::failed_precondition);
 }
 
-FailureNotes::FailureNotes(const std::string& name, int num_processes, int self)
-    : name_(kFolder + name), num_processes_(num_processes), self_(self) {}
+FailureNotes::FailureNotes(Names names, int num_processes, int self)
+    : names_(std::move(names)), num_processes_(num_processes), self_(self) {}
 
 void FailureNotes::remove() {
   if (!std::exchange(has_written_, false)) return;
   for (int process = 0; process < num_processes_; ++process) ::unlink(path(self_, process).c_str());
 }
 
-std::string FailureNotes::path(int from, int to) const {
-  return name_ + ".failure-" + std::to_string(from) + "-" + std::to_string(to);
-}
+std::string FailureNotes::path(int from, int to) const { return kFolder + names_.note(from, to); }
 
 void FailureNotes::write(const MappingFailure& failure) {
   has_written_ = true;

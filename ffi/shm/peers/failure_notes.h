@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/call_failure.h"
+#include "shm/memory/names.h"
 
 namespace jax_ring::shm {
 
@@ -28,8 +29,7 @@ struct MappingFailure {
 // system, because the kernel keeps a short target with the link, and no file descriptor. Neither may be left.
 class FailureNotes {
  public:
-  // name: of the segment, for shm_open.
-  FailureNotes(const std::string& name, int num_processes, int self);
+  FailureNotes(Names names, int num_processes, int self);
   ~FailureNotes() { remove(); }
   FailureNotes(const FailureNotes&) = delete;
   FailureNotes& operator=(const FailureNotes&) = delete;
@@ -46,7 +46,7 @@ class FailureNotes {
  private:
   std::string path(int from, int to) const;
 
-  const std::string name_;
+  const Names names_;
   const int num_processes_, self_;
   bool has_written_ = false;
 };

@@ -20,15 +20,20 @@ namespace {
 
 using Numbers = std::vector<int64_t>;
 
-// No memory: the check reads none.
+// No memory: the check reads none. address: of its own if 0.
 struct Array {
   int type;
   Numbers sizes;
+  uintptr_t address = 0;
 };
 
 std::vector<FrameBuffer> buffers_of(const std::vector<Array>& arrays) {
+  static uintptr_t next = uintptr_t{1} << 32;
   std::vector<FrameBuffer> buffers;
-  for (const Array& each : arrays) buffers.push_back({static_cast<XLA_FFI_DataType>(each.type), nullptr, each.sizes});
+  for (const Array& each : arrays) {
+    const uintptr_t address = each.address != 0 ? each.address : next += 1 << 16;
+    buffers.push_back({static_cast<XLA_FFI_DataType>(each.type), reinterpret_cast<void*>(address), each.sizes});
+  }
   return buffers;
 }
 
@@ -194,6 +199,66 @@ TEST(CheckOperands, RefusesOtherSizes) {
             "needs a result for the array that it changes"}}) {
     const std::string error = refusal(each.call);
     EXPECT_NE(error.find(each.expected), std::string::npos) << error << ", not: " << each.expected;
+  }
+}
+
+const Attributes kSwap = {{"sources", Numbers{1, 0}}};
+
+TEST(CheckOperands, TakesAResultInItsOperandsBuffer) {
+  for (const Call& call : std::vector<Call>{
+           {"all_reduce", 2, {{kF32, {3}, 4096}, {kF32, {5}, 8192}}, {{kF32, {3}, 4096}, {kF32, {5}, 8192}}},
+           {"all_reduce", 2, {{kF32, {3}, 8192}, {kF32, {5}, 4096}}, {{kF32, {3}, 8192}, {kF32, {5}, 4096}}},
+           {"all_reduce", 2, {{kF32, {2, 4}, 4096}}, {{kF32, {8}, 4096}}},
+           {"all_reduce", 2, {{kF32, {8}, 4096}}, {{kF32, {8}, 4096}}, tree_of(8, 2, {0, 1})},
+           {"reduce", 2, {{kF32, {3}, 4096}}, {{kF32, {3}, 4096}}},
+           {"broadcast", 2, {{kF32, {3}, 4096}}, {{kF32, {3}, 4096}}},
+           {"all_gather", 2, {{kF32, {5}}, {kF32, {20}, 4096}}, {{kF32, {20}, 4096}}, part_of(4, 10)},
+           {"ragged_all_to_all", 2, {{kS32, {2, 4, 6}}, {kS8, {5}}, {kS8, {7}, 4096}}, {{kS8, {7}, 4096}}},
+           // Beside each other, and empty ones.
+           {"all_to_all", 2, {{kF32, {4}, 4096}}, {{kF32, {4}, 4096 + 16}}},
+           {"all_to_all", 2, {{kF32, {4}, 4096 + 16}}, {{kF32, {4}, 4096}}},
+           {"all_to_all", 2, {{kF32, {0}, 4096}, {kF32, {4}}}, {{kF32, {0}, 4096}, {kF32, {4}, 4096}}}}) {
+    EXPECT_EQ(refusal(call), "") << call.collective;
+  }
+}
+
+// The engine would read what it has written. XLA lets a program say that a result takes an operand's buffer.
+TEST(CheckOperands, RefusesAResultInAnotherBuffer) {
+  struct Case {
+    Call call;
+    std::string arrays;
+  };
+  const std::string both = "operand 0 is float32[4], result 0 is float32[4]";
+  for (const Case& each : std::vector<Case>{
+           {{"all_to_all", 2, {{kF32, {4}, 4096}}, {{kF32, {4}, 4096}}}, both},
+           {{"permute", 2, {{kF32, {4}, 4096}}, {{kF32, {4}, 4096}}, kSwap}, both},
+           {{"all_gather", 2, {{kF32, {2}, 4096 + 8}}, {{kF32, {4}, 4096}}}, "operand 0 is float32[2], result 0"},
+           {{"reduce_scatter", 2, {{kF32, {4}, 4096}}, {{kF32, {2}, 4096 + 8}}}, "operand 0 is float32[4], result 0"},
+           {{"reduce_scatter", 1, {{kF32, {4}, 4096}}, {{kF32, {4}, 4096}}}, both},
+           {{"all_reduce", 2, {{kF32, {4}, 4096}}, {{kF32, {4}, 4096 + 12}}}, both},
+           {{"broadcast", 2, {{kF32, {4}, 4096 + 12}}, {{kF32, {4}, 4096}}}, both},
+           {{"all_reduce", 2, {{kF32, {10}, 4096}}, {{kF32, {5}, 4096}}, tree_of(6, 2, {0, 1})},
+            "operand 0 is float32[10], result 0 is float32[5]"},
+           {{"all_reduce", 2, {{kF32, {4}}, {kF32, {4}, 4096}}, {{kF32, {4}, 4096}, {kF32, {4}}}},
+            "operand 1 is float32[4], result 0 is float32[4]"},
+           {{"all_reduce", 2, {{kF32, {4}}, {kF32, {4}}}, {{kF32, {4}, 4096}, {kF32, {4}, 4096 + 12}}},
+            "result 0 is float32[4], result 1 is float32[4]"},
+           // An operand that reaches over several results.
+           {{"all_reduce", 2, {{kF32, {4}, 4096}, {kF32, {9}, 4096}}, {{kF32, {4}, 4096}, {kF32, {9}}}},
+            "operand 1 is float32[9], result 0 is float32[4]"},
+           {{"all_to_all", 2, {{kS8, {3}}, {kS8, {3}, 4096}}, {{kS8, {3}}, {kS8, {3}, 4096}}, kApart},
+            "operand 1 is int8[3], result 1 is int8[3]"},
+           {{"reduce_scatter", 2, {{kF32, {20}, 4096}}, {{kF32, {5}, 4096}}, part_of(4, 10)}, "operand 0"},
+           {{"all_gather", 2, {{kF32, {5}, 4096 + 16}}, {{kF32, {20}, 4096}}, part_of(0, 10)}, "operand 0"},
+           {{"all_gather", 2, {{kF32, {5}, 4096 + 16}, {kF32, {20}, 4096}}, {{kF32, {20}, 4096}}, part_of(4, 10)},
+            "operand 0"},
+           {{"ragged_all_to_all", 2, {{kS32, {2, 4, 6}}, {kS8, {7}, 4096}, {kS8, {7}}}, {{kS8, {7}, 4096}}},
+            "operand 1 is int8[7], result 0 is int8[7]"},
+           {{"ragged_all_to_all", 2, {{kS32, {2, 4, 6}, 4096}, {kS8, {7}}, {kS8, {7}}}, {{kS8, {7}, 4096}}},
+            "operand 0 is int32[2,4,6], result 0 is int8[7]"}}) {
+    const std::string error = refusal(each.call);
+    EXPECT_NE(error.find(each.arrays), std::string::npos) << each.call.collective << ": " << error;
+    EXPECT_NE(error.find("they share memory"), std::string::npos) << each.call.collective << ": " << error;
   }
 }
 

@@ -1,4 +1,4 @@
-// allocation_test.cc: a repeated small call allocates nothing between arrival and completion.
+// allocation_test.cc: a repeated small call allocates nothing between arrival and completion, and groups little.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,11 +16,13 @@
 
 namespace {
 std::atomic<long> num_allocations{0};
+std::atomic<size_t> num_bytes{0};
 }  // namespace
 
 // Replaced for the whole test program; the other forms of new call these.
 void* operator new(size_t size) {
   num_allocations.fetch_add(1, std::memory_order_relaxed);
+  num_bytes.fetch_add(size, std::memory_order_relaxed);
   if (void* memory = std::malloc(size)) return memory;
   throw std::bad_alloc();
 }
@@ -137,6 +139,14 @@ TEST(Allocation, NoneInAWarmLoop) {
     }
     EXPECT_EQ(fewest, 0) << num_ranks << " ranks, 1000 calls";
   }
+}
+
+// A program may come from a file, with any numbers in it.
+TEST(Allocation, LittleForGroupsOfLargeNumbers) {
+  const size_t before = num_bytes;
+  const ReplicaGroups groups({0, 1 << 24}, {2});
+  EXPECT_LT(num_bytes - before, 4096u);
+  EXPECT_EQ(groups.place(1 << 24).rank, 1);
 }
 
 }  // namespace

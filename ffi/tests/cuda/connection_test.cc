@@ -104,6 +104,15 @@ TEST(Connection, WhatAnotherProcessSaysIsEscaped) {
   EXPECT_CONTAINS(error, "\\x1b[2J out of\\x0amemory");
 }
 
+TEST(Connection, TheSizeThatAnotherProcessSaysIsEscaped) {
+  Pair pair;
+  const std::string item = "\x1b[2J", size_of_item("\x04\0\0\0", 4);
+  pair.table.store().publish("group/lane 0/attempt 0/handles/1", "I" + size_of_item + item);
+  const std::string error = error_of([&] { pair.communicators[0]->connect(0, kSeconds); });
+  EXPECT_CONTAINS(error, "run different versions of jax_ring");
+  EXPECT_CONTAINS(error, " and \\x1b[2J bytes");
+}
+
 TEST(Connection, NobodyLaunchesBeforeAllHaveMapped) {
   Pair pair;
   pair.table.timeout = std::chrono::milliseconds(50);

@@ -54,7 +54,7 @@ void call_all(uint64_t first_id, size_t count) {
 
 // In a process of its own.
 [[noreturn]] void be(int64_t process) {
-  Communicators::instance().join(process, "many-groups-" + std::to_string(getppid()));
+  Communicators::instance().join(process, "many-groups-" + std::to_string(getppid()), "0123456789abcdef");
   // Each group asks for more with its first call, before the next group gets its first segment.
   call_all(1, 20'000);
   call_all(1 + kGroups, 10);

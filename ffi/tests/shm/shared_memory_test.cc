@@ -6,7 +6,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,27 +21,30 @@ namespace {
 constexpr size_t kTooMany = size_t{1} << 50;  // bytes
 constexpr double kDeadline = 30;              // seconds; no test waits so long
 
+constexpr char kKey[] = "0123456789abcdef";
 const Segments::Stop kNever = [] { return false; };
 
 // A group's processes, in this one.
 class SharedMemoryTest : public ::testing::Test {
  protected:
-  SharedMemoryTest() : name_("/jax_ring-test-" + std::to_string(getpid()) + "-" + std::to_string(next_++)) {}
+  SharedMemoryTest() : names_("test-" + std::to_string(getpid()), kKey, {next_++}) {}
 
   SharedMemory of(int num_processes, int self, double seconds = kDeadline, std::string host_id = "") const {
     std::vector<int64_t> processes;
     for (int process = 0; process < num_processes; ++process) processes.push_back(process);
-    return SharedMemory(name_, std::move(processes), self, [seconds] { return seconds; }, std::move(host_id));
+    return SharedMemory(names_, std::move(processes), self, [seconds] { return seconds; }, std::move(host_id));
   }
-  bool exists(const std::string& suffix = "") const {
+  static bool exists(const std::string& name) {
     struct stat status;
-    return lstat(("/dev/shm" + name_ + suffix).c_str(), &status) == 0;
+    return lstat(("/dev/shm" + name).c_str(), &status) == 0;
   }
+  bool has_segment(uint32_t number = 0) const { return exists(names_.segment(number)); }
+  bool has_note(int from, int to) const { return exists(names_.note(from, to)); }
 
-  const std::string name_;
+  const Names names_;
 
  private:
-  static inline int next_ = 0;
+  static inline int64_t next_ = 0;
 };
 
 CallFailure failure_of(Segments& segments, size_t bytes) {
@@ -76,7 +81,7 @@ TEST_F(SharedMemoryTest, HasNoNameOnceAllHaveMappedIt) {
   const Memory first = leader.connect(100, kNever), second = other.connect(100, kNever);
   first.get()[99] = 42;
   EXPECT_EQ(second.get()[99], 42);
-  EXPECT_FALSE(exists());
+  EXPECT_FALSE(has_segment());
   SharedMemory late = of(2, 1, 0.05), again = of(2, 0);
   expect_in("did not create the shared memory within 0.05 s", error_of(late, 100));
   // New memory can be created under the same name, and does not contain the old data.
@@ -89,11 +94,11 @@ TEST_F(SharedMemoryTest, LeavesNoNameIfAProcessIsMissing) {
   SharedMemory leader = of(3, 0), other = of(3, 1);
   Memory first = leader.connect(100, kNever), second = other.connect(100, kNever);
   struct stat status;
-  ASSERT_EQ(stat(("/dev/shm" + name_).c_str(), &status), 0);
+  ASSERT_EQ(stat(("/dev/shm" + names_.segment(0)).c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
   EXPECT_EQ(status.st_uid, geteuid());
   second.reset();  // the first one to release it unlinks the name
-  EXPECT_FALSE(exists());
+  EXPECT_FALSE(has_segment());
 }
 
 TEST_F(SharedMemoryTest, AllHearThatThereIsNoSpace) {
@@ -110,12 +115,12 @@ TEST_F(SharedMemoryTest, AllHearThatThereIsNoSpace) {
   EXPECT_EQ(heard.kind, CallFailure::Kind::resources);
   EXPECT_EQ(heard.process, 0);
   expect_in("process 0 could not create 1099511627780 KiB of shared memory", heard.text);
-  EXPECT_FALSE(exists(".failure-0-1"));
-  EXPECT_TRUE(exists(".failure-0-2"));
+  EXPECT_FALSE(has_note(0, 1));
+  EXPECT_TRUE(has_note(0, 2));
   EXPECT_EQ(failure_of(late, kTooMany).code, ErrorCode::resource_exhausted);
   leader.clean_up(kNever);  // returns at once: all have read
-  EXPECT_FALSE(exists(".failure-0-2"));
-  EXPECT_FALSE(exists());
+  EXPECT_FALSE(has_note(0, 2));
+  EXPECT_FALSE(has_segment());
 }
 
 TEST_F(SharedMemoryTest, AllHearThatThereIsNoFileDescriptor) {
@@ -146,7 +151,7 @@ TEST_F(SharedMemoryTest, TheFirstProcessHearsOfTheOthers) {
   ASSERT_TRUE(leader.failure_of(1).has_value());
   expect_in("could not open 5 KiB of shared memory", leader.failure_of(1)->text);
   expect_in("Too many open files", leader.failure_of(1)->text);
-  EXPECT_FALSE(exists(".failure-1-0"));
+  EXPECT_FALSE(has_note(1, 0));
 }
 
 // The leader may learn of it, and release the segment, before a third process comes.
@@ -164,19 +169,19 @@ TEST_F(SharedMemoryTest, NotesThatNobodyReadsAreRemoved) {
   {
     SharedMemory leader = of(2, 0);
     error_of(leader, kTooMany);
-    EXPECT_TRUE(exists(".failure-0-1"));
+    EXPECT_TRUE(has_note(0, 1));
     leader.clean_up([] { return true; });
-    EXPECT_FALSE(exists(".failure-0-1"));
+    EXPECT_FALSE(has_note(0, 1));
     error_of(leader, kTooMany);
-    EXPECT_TRUE(exists(".failure-0-1"));
+    EXPECT_TRUE(has_note(0, 1));
   }
-  EXPECT_FALSE(exists(".failure-0-1"));
+  EXPECT_FALSE(has_note(0, 1));
 }
 
 TEST_F(SharedMemoryTest, LargerSegments) {
   SharedMemory leader = of(2, 0), other = of(2, 1);
   EXPECT_EQ(leader.create(1, kTooMany), nullptr);
-  EXPECT_FALSE(exists("-1"));
+  EXPECT_FALSE(has_segment(1));
   EXPECT_EQ(other.open(1, 1000), nullptr);
   const Memory created = leader.create(2, 1000), opened = other.open(2, 1000);
   ASSERT_NE(created, nullptr);
@@ -184,7 +189,7 @@ TEST_F(SharedMemoryTest, LargerSegments) {
   created.get()[999] = 7;
   EXPECT_EQ(opened.get()[999], 7);
   leader.unlink(2);
-  EXPECT_FALSE(exists("-2"));
+  EXPECT_FALSE(has_segment(2));
   const NoFiles limit;
   EXPECT_EQ(leader.create(3, 1000), nullptr);
 }
@@ -197,6 +202,50 @@ TEST_F(SharedMemoryTest, NamesTheHostIdOfProcessesThatDoNotShareMemory) {
   EXPECT_EQ(failure.process, 0);
   expect_in("JAX_RING_HOST_ID is 'node7' in both processes, so they claim to share a host", failure.text);
   expect_in("they do not share /dev/shm", failure.text);
+}
+
+// Whoever sees one name could take another that it can work out, before its owner does.
+TEST(NamesTest, HaveNothingInCommonButTheLabel) {
+  const std::string beginning = "/jax_ring-label-";
+  const auto names_with = [](const std::string& key) {
+    std::vector<std::string> all;
+    for (const std::vector<int64_t>& group : {std::vector<int64_t>{0, 1}, {0, 1, 2}, {1, 0}}) {
+      const Names names("label", key, group);
+      for (uint32_t number = 0; number < 10; ++number) all.push_back(names.segment(number));
+      for (int from : {0, 1, 2}) {
+        for (int to : {0, 1, 2}) all.push_back(names.note(from, to));
+      }
+    }
+    return all;
+  };
+  const std::string key = kKey, other = "0123456789abcdeg";
+  std::set<std::string> ends;
+  for (const std::vector<std::string>& names : {names_with(key), names_with(other)}) {
+    for (const std::string& name : names) {
+      ASSERT_EQ(name.rfind(beginning, 0), 0u) << name;
+      EXPECT_EQ(name.size(), beginning.size() + 16) << name;
+      EXPECT_EQ(name.find(key), std::string::npos) << name;
+      // Half of it is not that of another name either.
+      EXPECT_TRUE(ends.insert(name.substr(beginning.size(), 8)).second) << name;
+      EXPECT_TRUE(ends.insert(name.substr(beginning.size() + 8)).second) << name;
+    }
+  }
+  EXPECT_EQ(names_with(key), names_with(key));
+}
+
+// The vectors of its authors, for the key 00 01 ... 0f: https://github.com/veorq/SipHash/blob/master/vectors.h.
+TEST(SipHashTest, HasTheValuesOfItsAuthors) {
+  std::string key, bytes;
+  for (char next = 0; next < 16; ++next) key.push_back(next);
+  const SipHash hash(key);
+  const uint64_t expected[] = {0x726fdb47dd0e0e31, 0x74f839c593dc67fd, 0x0d6c8009d9a94f5a, 0x85676696d7fb7e2d};
+  for (char next = 0; next < 4; ++next) {
+    EXPECT_EQ(hash(bytes), expected[static_cast<int>(next)]) << bytes.size() << " bytes";
+    bytes.push_back(next);
+  }
+  for (char next = 4; next < 15; ++next) bytes.push_back(next);
+  EXPECT_EQ(hash(bytes), 0xa129ca6149be45e5) << "the example of the paper";
+  EXPECT_THROW(SipHash("a short key"), std::invalid_argument);
 }
 
 }  // namespace
