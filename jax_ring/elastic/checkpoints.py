@@ -39,14 +39,14 @@ class Checkpoints:
             manager.wait_until_finished()
 
     def newest_number(self) -> int:
-        """The number of the newest commit on disk; 0 if there is none."""
-        if not self.directory.is_dir():
-            return 0
-        with self._manager() as manager:
-            return manager.latest_step() or 0
+        """The number of the newest commit on disk, found without a backend; 0 if there is none."""
+        import orbax.checkpoint as ocp
+
+        folders = ocp.path.step.standard_name_format().find_all(self.directory)
+        return max((each.step for each in folders), default=0)
 
     def read(self, number: int) -> Snapshot:
-        """A commit on disk. Raises RuntimeError if it is damaged."""
+        """A commit on disk. Its first use starts the backend. Raises RuntimeError if it is damaged."""
         import orbax.checkpoint as ocp
 
         folder = self.directory / str(number)
