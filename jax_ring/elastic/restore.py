@@ -41,6 +41,7 @@ def restore(
         kept.last = commit
     elif on_disk:
         number, where = on_disk, f"the checkpoint {on_disk} in {directory}"
+        _ = generation.exchange  # all start their backends: orbax needs that of process 0, which waits for the others
         snapshot = checkpoints.read(on_disk) if checkpoints is not None and process == 0 else nothing
         have = [{UNDIVIDED} if p == 0 else set() for p in range(count)]
     elif newest > 1:  # the first may never have been made by all; before a later one all have made one

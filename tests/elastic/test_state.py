@@ -15,9 +15,7 @@ import jax_ring
 from jax_ring import _compat, elastic
 from jax_ring.distributed import store
 from jax_ring.elastic import loop
-from jax_ring.elastic.checkpoints import Checkpoints
 from jax_ring.elastic.generation import Generation
-from jax_ring.elastic.snapshots import Snapshot
 from jax_ring.launcher import environment, protocol
 from jax_ring.launcher.protocol import KEPT_VARIABLE
 from jax_ring.launcher.watching.page import PAGE_VARIABLE, Page
@@ -273,35 +271,6 @@ def test_checkpoints(tmp_path):
     assert (state.scale, state.scale.weak_type) == (32, True)
     with pytest.raises(RuntimeError, match=r"other leaves than the checkpoint 4 in .* has are \['more'\]\. All"):
         train(new_state(more=1), 5)
-
-
-def test_a_commit_that_is_made_anew_replaces_the_one_on_disk(tmp_path):
-    """Process 0 had written it when another was lost that had not made it."""
-    for value in (1, 2):
-        Checkpoints(str(tmp_path)).write(8, Snapshot.of({"w": np.full(3, value)}, 0, 1))
-    found = Checkpoints(str(tmp_path)).read(8).trees({"w": 0})
-    np.testing.assert_array_equal(found["w"], [2, 2, 2])
-
-
-def test_damaged_checkpoints_are_refused(tmp_path):
-    Checkpoints(str(tmp_path)).write(8, Snapshot.of({"w": np.ones(3), "step": 3}, 0, 1))
-    header = next(path for path in (tmp_path / "8" / "header").iterdir() if b"shape" in path.read_bytes())
-    text = header.read_text()
-    for old, new, what in (
-        ("[3]", "[4]", r"is damaged: it has float64\[3\] at \['w'\] instead of float64\[4\]"),
-        ("float64", "float32", "is damaged: it has float64"),
-        ("['w']", "['v']", "is damaged: it has object"),
-        ("processes", "process", "is damaged, or of another version of jax_ring: it is no header"),
-        ("[-1]", "[]", "is damaged: it has parts of leaves"),
-        ("[3]", '[3], "boxes": [[[[0, 3]]]]'.replace('"', '\\"'), "is damaged: it has parts of leaves"),
-    ):
-        assert old in text
-        header.write_text(text.replace(old, new))
-        with pytest.raises(RuntimeError, match=what):
-            Checkpoints(str(tmp_path)).read(8)
-    (tmp_path / "8" / "header").rename(tmp_path / "8" / "others")
-    with pytest.raises(RuntimeError, match="is of another version of jax_ring, or no checkpoint"):
-        Checkpoints(str(tmp_path)).read(8)
 
 
 def test_checkpoints_without_elements(tmp_path):
