@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -231,6 +232,34 @@ def test_no_place(script):
         "jax_ring.launch: failed: there is no place for the sockets of a job: /tmp: it is full; /dev/shm: it is full. "
         "Set TMPDIR to a short path of your own\n"
     )
+
+
+# As a user of a namespace that has no other user. It needs no file of Python from there on.
+IN_A_NAMESPACE = """
+import ctypes, os, pathlib, sys
+from pytest_jax_ring.rank import load_file
+folder = load_file("coordinator/folder.py")
+PR_SET_DUMPABLE, CLONE_NEWUSER = 4, 0x10000000
+os.setresuid(12346, 12346, 12346)
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
+if ctypes.CDLL(None).unshare(CLONE_NEWUSER): sys.exit(77)
+pathlib.Path("/proc/self/uid_map").write_text("0 12346 1")
+print(os.stat("/tmp").st_uid == os.stat(sys.argv[1]).st_uid)
+print(folder._why_not("/tmp"), folder._why_not(sys.argv[1]), sep="\\n")
+"""
+
+
+@pytest.mark.one_pair
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make folders of other users")
+def test_a_namespace_without_other_users():
+    """The host's root and another user look alike there: /tmp is root's, but what else?"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as others:
+        os.chown(others, 12345, 12345)
+        command = [sys.executable, "-P", "-c", IN_A_NAMESPACE, others]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if result.returncode == 77:
+        pytest.skip("this system does not let users make namespaces")
+    assert result.stdout.splitlines() == ["True", "None", f"{others} is of another user"], result.stderr
 
 
 # ---- Mutual TLS ------------------------------------------------------------------------------------------------------
