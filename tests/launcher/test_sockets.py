@@ -89,6 +89,22 @@ with open({str(tmp_path / "said")!r}, "w") as file:
     assert_removed(pathlib.Path(path))
 
 
+@pytest.mark.one_pair
+def test_a_umask_that_takes_the_rights_of_the_user(script):
+    text = """
+import os, time
+folder = os.path.dirname(os.environ["JAX_RING_CONTROL"])
+while not os.path.exists(folder + "/coordinator-1"): time.sleep(0.01)
+for path in (folder, folder + "/control", folder + "/coordinator-1"):
+    print(oct(os.stat(path).st_mode & 0o700))
+"""
+    command = ["sh", "-c", 'umask 777; exec "$@"', "sh", *command_with(""), "-n", "1", script(text)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    modes = [line.split()[1] for line in result.stdout.splitlines()]
+    assert (result.returncode, modes[0]) == (0, "0o700"), result.stderr
+    assert all(int(mode, 8) & 0o600 == 0o600 for mode in modes[1:])  # to connect is to write
+
+
 # What another user does who knows the path.
 CONNECTS_AS_ANOTHER = """
 import os, socket, sys

@@ -75,7 +75,9 @@ def _new() -> str:
     for place in places:
         if (reason := _why_not(place)) is None:
             try:
-                return tempfile.mkdtemp(prefix="jax_ring-", dir=place)
+                path = tempfile.mkdtemp(prefix="jax_ring-", dir=place)
+                os.chmod(path, 0o700)  # whatever the umask has taken
+                return path
             except OSError as error:
                 reason = str(error)
         why_not[place] = reason
