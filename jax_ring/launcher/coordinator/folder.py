@@ -22,7 +22,9 @@ _REMOVER = """
 import os, signal, sys
 for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(each, signal.SIG_IGN)
-sys.stdin.read()
+for each in sys.stdin.read().split():
+    try: os.killpg(int(each), signal.SIGKILL)
+    except OSError: pass
 for each in os.listdir(sys.argv[1]):
     os.unlink(sys.argv[1] + "/" + each)
 os.rmdir(sys.argv[1])
@@ -58,12 +60,18 @@ class SocketFolder:
         """The path for a socket in it."""
         return f"{self._path}/{name}"
 
+    def kill_with_it(self, group: int) -> None:
+        """Has a group of processes killed if this process ends before `close`."""
+        assert self._remover.stdin is not None
+        self._remover.stdin.write(f"{group}\n".encode())
+        self._remover.stdin.flush()
+
     def close(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)  # not where this process has no file left to look into it
-        assert self._remover.stdin is not None
-        self._remover.stdin.close()
         if not os.path.exists(self._path):
             self._remover.kill()
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._remover.wait(_REMOVER_SECONDS)
 
