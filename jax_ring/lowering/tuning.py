@@ -12,6 +12,7 @@ VARIABLE = "JAX_RING_TUNING"
 PLATFORMS = ("cpu", "cuda")
 # A threshold that no message exceeds.
 NO_LIMIT = (1 << 63) - 1
+_MOST_DIGITS = 10  # of a number of ranks; Python reads no number of thousands
 
 
 class Thresholds(NamedTuple):
@@ -49,6 +50,8 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
             "variable."
         )
 
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for who writes to it
+        raise invalid("it is no file")
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
@@ -65,8 +68,8 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
         if not isinstance(table, dict) or not table:
             raise invalid(f"the thresholds for {platform} must be an object with a key for each number of ranks")
         for ranks, entry in table.items():
-            if not ranks.isdecimal() or int(ranks) < 2:
-                raise invalid(f"{platform}: a number of ranks must be 2 or more, got {ranks!r}")
+            if not ranks.isdecimal() or len(ranks) > _MOST_DIGITS or int(ranks) < 2:
+                raise invalid(f"{platform}: a number of ranks must be 2 or more, and not huge, got {ranks!r:.50}")
             try:
                 result.setdefault(platform, {})[int(ranks)] = _thresholds(entry)
             except ValueError as error:

@@ -1,6 +1,7 @@
 """The thresholds of algorithm="auto": a tuning file reaches the program and explain(); invalid files are refused."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -159,7 +160,11 @@ def test_write_and_read(tmp_path):
         ("[]", 'there must be an object with the key "thresholds"'),
         ('{"thresholds": {"tpu": {}}}', "unknown platforms: 'tpu'; thresholds are for cpu or cuda"),
         ('{"thresholds": {"cuda": {}}}', "thresholds for cuda must be an object with a key for each number of ranks"),
-        ('{"thresholds": {"cuda": {"1": {}}}}', "cuda: a number of ranks must be 2 or more, got '1'"),
+        ('{"thresholds": {"cuda": {"1": {}}}}', "cuda: a number of ranks must be 2 or more, and not huge, got '1'"),
+        (
+            '{"thresholds": {"cuda": {"%s": {}}}}' % ("9" * 5000),
+            "a number of ranks must be 2 or more, and not huge, got '999",
+        ),
         (
             '{"thresholds": {"cuda": {"8": {"one_shot": 1}}}}',
             'cuda, 8 ranks: needs "one_shot" and "two_shot" and nothing',
@@ -187,6 +192,14 @@ def test_bad_files_are_refused(text, why, tmp_path):
         tuning.read(file)
     assert why in str(error.value)
     assert "benchmarks/allreduce.py --tune" in str(error.value)
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A pipe would be waited for, and at the import of jax_ring."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"JAX_RING_TUNING='{path}': it is no file"):
+            tuning.read(path)
 
 
 @pytest.mark.full
