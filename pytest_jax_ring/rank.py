@@ -1,38 +1,20 @@
 """A rank: pytest in a process that runs one test as a member of a job."""
 
 import faulthandler
-import importlib.util
 import json
 import os
 import pathlib
 import signal
 import sys
-import types
 from typing import Any
 
 import pytest
 
 from pytest_jax_ring.faults import Fault, expect
+from pytest_jax_ring.processes import load_file
 
 VARIABLE = "JAX_RING_PYTEST_RANK"  # a JSON object, see ranks.py
 STACKS_SIGNAL = signal.SIGUSR1
-
-
-def load_file(name: str) -> types.ModuleType:
-    """Loads a file of jax_ring/launcher without the package."""
-    package = importlib.util.find_spec("jax_ring")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    for folder in package.submodule_search_locations:
-        path = pathlib.Path(folder, "launcher", name)
-        if path.exists():
-            spec = importlib.util.spec_from_file_location(f"_jax_ring_{path.stem}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    raise ImportError(f"jax_ring has no launcher/{name} in {list(package.submodule_search_locations)}")
 
 
 def prepare() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_jax_ring import rank
 from pytest_jax_ring.faults import Fault, check_faults
-from pytest_jax_ring.processes import ProcessGroup, kill_session
+from pytest_jax_ring.processes import ProcessGroup, kill_session, load_file
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 # How long before pytest-timeout to stop: it would end this process without the stacks of the ranks.
@@ -99,14 +99,13 @@ class _Ranks(ProcessGroup):
         self._job = job
         self._limit = _limit_of(item, job)
         self._ended: dict[int, float] = {}  # when, by rank
-        self._protocol = rank.load_file("protocol.py")
+        self._protocol, self._schema = map(load_file, ("protocol.py", "schema.py"))
         self._memory = secrets.token_hex(8)
         # The launcher's service runs in a process of its own and survives the death of any rank.
-        server = rank.load_file("coordinator/server.py")
+        server = load_file("coordinator/server.py")
         assert server.__file__ is not None
-        self._sockets = rank.load_file("coordinator/folder.py").SocketFolder()
         if server.is_found_at_a_socket():
-            self.address = f"unix:{self._sockets.socket('coordinator')}"
+            self.address = f"unix:{self._folder.socket('coordinator')}"
         with open(self.file(0, "service"), "wb") as errors:
             self._service = subprocess.Popen(
                 [sys.executable, "-P", server.__file__, self.address, str(job.num_processes)],
@@ -159,7 +158,6 @@ class _Ranks(ProcessGroup):
         assert self._service.stdin is not None
         self._service.stdin.close()
         super().__exit__()
-        self._sockets.close()
         self._protocol.remove_memory(self._memory)
 
     def wait(self) -> None:
@@ -176,7 +174,7 @@ class _Ranks(ProcessGroup):
             if not set(range(len(self.popen))) - set(self._ended) - stopped:
                 return
             if self._service.poll() is not None:  # by the environment's settings of mutual TLS
-                text = self.file(0, "service").read_text(errors="replace")
+                text = self.read(0, "service")
                 raise RanksFailed(f"the coordination service of the ranks has ended:\n{text}")
             if now >= until:
                 return self._ask_for_stacks(stopped)
@@ -240,14 +238,13 @@ class _Ranks(ProcessGroup):
             raise RanksFailed(f"{len(skipped)} of {len(outcomes)} ranks skipped the test: {skipped[0]}")
 
     def _outcome(self, item: pytest.Item, number: int) -> "_Outcome":
-        size, output = len(self.popen), self.file(number, "output").read_text(errors="replace")
+        size, output = len(self.popen), self.read(number, "output")
         outcome = _Outcome(number, size, output, when=self._ended.get(number, float("inf")))
         passed = False
-        file = self.file(number, "reports")
-        for line in file.read_text().splitlines() if file.exists() else ():
+        for line in self.read(number, "reports").splitlines():
             try:
-                kind, content = json.loads(line)
-            except json.JSONDecodeError:
+                kind, content = self._schema.read(line, tuple[str, Any])
+            except ValueError:
                 continue  # the last line of a killed rank
             if kind == "fault":
                 outcome.faults.append(content)
@@ -270,7 +267,7 @@ class _Ranks(ProcessGroup):
             return outcome
         if number not in self._ended and not any(text.startswith("stop") for text in outcome.faults):
             outcome.is_running = True
-            stacks = self.file(number, "stacks").read_text() if self._has_started(number) else output
+            stacks = self.read(number, "stacks") if self._has_started(number) else output
             where = "still running" if self._has_started(number) else "still starting"
             if outcome.has_finished:
                 where = "has finished the test, but its process has not ended"

@@ -31,6 +31,7 @@ class ControlServer:
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self.path, backlog=self._newcomers.at_once)
+        os.chmod(self.path, 0o600)  # whatever the umask has taken
 
     def close(self) -> None:
         if self._server is not None:

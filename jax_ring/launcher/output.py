@@ -308,7 +308,7 @@ def _made(folder: pathlib.Path) -> pathlib.Path:
     """A folder, which need not be there. Raises PermissionError if another user may decide what is in it."""
     folder.mkdir(parents=True, exist_ok=True)
     found = folder.stat()
-    if not {found.st_uid, folder.lstat().st_uid} <= trusted_users():
+    if not {found.st_uid, folder.lstat().st_uid} <= trusted_users(folder):
         raise PermissionError(f"{folder} is of another user, who may replace what is in it: take one of your own")
     if found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise PermissionError(f"all users may replace what is in {folder}: take a folder of your own")

@@ -153,7 +153,7 @@ def may_be(pid: int, process: int) -> bool:
 
 def _stat(pid: int) -> list[str]:
     """The numbers of a process behind its name, as its state and its parent."""
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
 
 
 def is_lack(error: OSError) -> bool:

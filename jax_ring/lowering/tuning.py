@@ -50,6 +50,8 @@ def read(path: str | os.PathLike) -> dict[str, dict[int, Thresholds]]:
             "variable."
         )
 
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for who writes to it
+        raise invalid("it is no file")
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:

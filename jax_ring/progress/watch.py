@@ -228,7 +228,7 @@ class Progress:
             kind = report.DEVICE
         else:
             kind = report.PYTHON
-        return report.Place(kind, *_last_calls(), report.readable(self.page.stacks()))
+        return report.Place(kind, *_last_calls(), report.readable(self.page.stacks(), of_this_process=True))
 
 
 progress = functools.cache(Progress)  # that of this process

@@ -296,3 +296,19 @@ def test_without_standard_output(tmp_path):
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "-n", "1", path]
     result = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make files of other users")
+def test_log_files_in_reach_of_a_user_that_the_namespace_does_not_have(script, tmp_path):
+    """He looks like the host's root there, if that has none either."""
+    namespace = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let users make namespaces")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    logs.chmod(0o1777)  # as /tmp
+    os.chown(logs, OTHER_USER, OTHER_USER)
+    command = [*namespace, *COMMAND, "-n", "1", "--log-dir", str(logs), script("")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"cannot write to --log-dir: {logs} is of another user" in result.stderr
+    assert not [*logs.iterdir()]

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -86,6 +87,22 @@ with open({str(tmp_path / "said")!r}, "w") as file:
     path, *mode = (tmp_path / "said").read_text().split()
     assert mode == [oct(stat.S_IFDIR | 0o700), "True"]
     assert_removed(pathlib.Path(path))
+
+
+@pytest.mark.one_pair
+def test_a_umask_that_takes_the_rights_of_the_user(script):
+    text = """
+import os, time
+folder = os.path.dirname(os.environ["JAX_RING_CONTROL"])
+while not os.path.exists(folder + "/coordinator-1"): time.sleep(0.01)
+for path in (folder, folder + "/control", folder + "/coordinator-1"):
+    print(oct(os.stat(path).st_mode & 0o700))
+"""
+    command = ["sh", "-c", 'umask 777; exec "$@"', "sh", *command_with(""), "-n", "1", script(text)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    modes = [line.split()[1] for line in result.stdout.splitlines()]
+    assert (result.returncode, modes[0]) == (0, "0o700"), result.stderr
+    assert all(int(mode, 8) & 0o600 == 0o600 for mode in modes[1:])  # to connect is to write
 
 
 # What another user does who knows the path.
@@ -231,6 +248,34 @@ def test_no_place(script):
         "jax_ring.launch: failed: there is no place for the sockets of a job: /tmp: it is full; /dev/shm: it is full. "
         "Set TMPDIR to a short path of your own\n"
     )
+
+
+# As a user of a namespace that has no other user. It needs no file of Python from there on.
+IN_A_NAMESPACE = """
+import ctypes, os, pathlib, sys
+from pytest_jax_ring.rank import load_file
+folder = load_file("coordinator/folder.py")
+PR_SET_DUMPABLE, CLONE_NEWUSER = 4, 0x10000000
+os.setresuid(12346, 12346, 12346)
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
+if ctypes.CDLL(None).unshare(CLONE_NEWUSER): sys.exit(77)
+pathlib.Path("/proc/self/uid_map").write_text("0 12346 1")
+print(os.stat("/tmp").st_uid == os.stat(sys.argv[1]).st_uid)
+print(folder._why_not("/tmp"), folder._why_not(sys.argv[1]), sep="\\n")
+"""
+
+
+@pytest.mark.one_pair
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make folders of other users")
+def test_a_namespace_without_other_users():
+    """The host's root and another user look alike there: /tmp is root's, but what else?"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as others:
+        os.chown(others, 12345, 12345)
+        command = [sys.executable, "-P", "-c", IN_A_NAMESPACE, others]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if result.returncode == 77:
+        pytest.skip("this system does not let users make namespaces")
+    assert result.stdout.splitlines() == ["True", "None", f"{others} is of another user"], result.stderr
 
 
 # ---- Mutual TLS ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The thresholds of algorithm="auto": a tuning file reaches the program and explain(); invalid files are refused."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,14 @@ def test_bad_files_are_refused(text, why, tmp_path):
         tuning.read(file)
     assert why in str(error.value)
     assert "benchmarks/allreduce.py --tune" in str(error.value)
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A pipe would be waited for, and at the import of jax_ring."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"JAX_RING_TUNING='{path}': it is no file"):
+            tuning.read(path)
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from launches import command_with, run, start
 
 from jax_ring.launcher import protocol
 from jax_ring.launcher.coordinator.folder import SocketFolder
-from jax_ring.launcher.processes import may_be
+from jax_ring.launcher.processes import may_be, state_of
 
 pytestmark = pytest.mark.one_pair  # the launcher is Python's
 
@@ -108,6 +108,19 @@ def test_a_process_does_not_speak_for_another(script):
     assert re.fullmatch(
         r"\[1\] jax_ring.launch: process \d+ asks for something as rank 0 \(pid \d+\), which has not started it", out[1]
     )
+
+
+def test_a_process_of_any_name():
+    """It chooses its name, which the system writes before its parent."""
+    comm = pathlib.Path("/proc/self/comm")
+    before = comm.read_bytes()
+    try:
+        for name in (b"\xff", b") R 1 1", b"a b\n"):
+            comm.write_bytes(name)
+            assert state_of(os.getpid()) in ("R", "S")
+            assert may_be(os.getpid(), os.getppid())
+    finally:
+        comm.write_bytes(before)
 
 
 def test_whose_process_it_may_be():

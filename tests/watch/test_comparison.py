@@ -235,7 +235,8 @@ def test_a_report_has_no_lines_that_look_like_others():
         checked(["jax_ring.launch: failed", "", "", ""], Place)
 
 
-def test_stacks_of_a_signal():
+@pytest.mark.parametrize("own", [True, False])
+def test_stacks_of_a_signal(own):
     """Those of jax_ring are left out, and the main thread, which Python writes last, comes first."""
     stacks = f"""Thread 0x01 (most recent call first):
   File "{report._CALLERS[0]}/progress/process.py", line 2 in _run
@@ -249,11 +250,11 @@ Current thread 0x03 (most recent call first):
   File "{report._CALLERS[0]}/progress/watch.py", line 1 in watched
   File "/nowhere/train.py", line 2 in <module>
 """
-    assert [line for line in report.readable(stacks).splitlines() if line.strip()] == [
+    assert [line for line in report.readable(stacks, of_this_process=own).splitlines() if line.strip()] == [
         "MainThread:",
         '  File "/nowhere/train.py", line 2, in <module>',
         f'  File "{__file__}", line 1, in inner',
-        '    """Which processes are stuck, by the notes of all, without processes and clocks."""',
+        *['    """Which processes are stuck, by the notes of all, without processes and clocks."""'] * own,
         "another thread:",
         '  File "/nowhere/load.py", line 7, in read',
         '  File "/nowhere/load.py", line ???, in parse',
@@ -261,17 +262,16 @@ Current thread 0x03 (most recent call first):
     assert report.readable("") == ""
 
 
-def test_stacks_that_no_python_has_written(tmp_path):
-    """The launcher neither waits for a pipe nor reads what is large."""
-    os.mkfifo(tmp_path / "pipe")
-    with open(tmp_path / "large.py", "wb") as large:
-        large.truncate(1 << 30)
+def test_lines_of_files_of_this_process(tmp_path):
     (tmp_path / "wide.py").write_text("x" * 10_000)
     frames = [
-        f"{tmp_path}/pipe\", line 1", f"{tmp_path}/large.py\", line 1", f"{tmp_path}/wide.py\", line 1",
-        f"{__file__}\", line {'1' * 5000}", "/nul\0\", line 1", "/dev/zero\", line 1",
-    ]  # fmt: skip
-    found = report.readable("\n".join(["Thread:", *(f'  File "{frame} in f' for frame in frames)]))
+        f'{tmp_path}/wide.py", line 1',
+        f'{__file__}", line {"1" * 5000}',
+        '/nul\0", line 1',
+        f'{tmp_path}", line 1',
+    ]
+    stacks = "\n".join(["Thread:", *(f'  File "{frame} in f' for frame in frames)])
+    found = report.readable(stacks, of_this_process=True)
     sources = {line.strip() for line in found.splitlines()[1:] if 'File "' not in line}
     assert sources == {"", "x" * report._MOST_LINE}
 
@@ -339,6 +339,20 @@ def test_a_page_full_of_anything_fits_into_a_message(page, letter, is_answer, mo
     found = asyncio.run(place())
     assert len(found.table or found.stacks) > 10_000
     assert len(json.dumps(Message("place", (0, found)))) < links._MOST_BYTES
+
+
+def test_a_launcher_opens_no_file_that_a_process_names(page, monkeypatch):
+    """It would wait for a pipe, or for a file system that does not answer, and for nothing else meanwhile."""
+    monkeypatch.setattr(reader, "_POLLS", 1)
+    monkeypatch.setattr(reader, "_SIGNAL_SECONDS", 0.0)
+    page.words.has_handler = True
+    named = f'  File "{__file__}", line 1'
+
+    def handle(*signal, **options):
+        os.write(page.file, f"Thread 0x1 (most recent call first):\n{named} in f\n".encode())
+
+    process = types.SimpleNamespace(page=page, is_stopped=lambda: False, send=handle)
+    assert asyncio.run(reader._place(process)).stacks.splitlines() == ["MainThread:", f"{named}, in f"]
 
 
 def test_a_page_keeps_its_size(page):

@@ -22,11 +22,17 @@ _REMOVER = """
 import os, signal, sys
 for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(each, signal.SIG_IGN)
-sys.stdin.read()
+for each in sys.stdin.read().split():
+    try: os.killpg(int(each), signal.SIGKILL)
+    except OSError: pass
 for each in os.listdir(sys.argv[1]):
     os.unlink(sys.argv[1] + "/" + each)
 os.rmdir(sys.argv[1])
 """
+
+# Of root on every system. In a namespace of users, all that it does not have look alike, the host's root for example:
+# another folder that seems to be his may be anybody's.
+_OF_ROOT = frozenset(map(pathlib.Path, ("/", "/dev", "/dev/shm", "/tmp", "/var", "/var/tmp")))
 
 _REMOVER_SECONDS = 5.0  # for it to remove what its process could not
 
@@ -54,12 +60,18 @@ class SocketFolder:
         """The path for a socket in it."""
         return f"{self._path}/{name}"
 
+    def kill_with_it(self, group: int) -> None:
+        """Has a group of processes killed if this process ends before `close`."""
+        assert self._remover.stdin is not None
+        self._remover.stdin.write(f"{group}\n".encode())
+        self._remover.stdin.flush()
+
     def close(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)  # not where this process has no file left to look into it
-        assert self._remover.stdin is not None
-        self._remover.stdin.close()
         if not os.path.exists(self._path):
             self._remover.kill()
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._remover.wait(_REMOVER_SECONDS)
 
@@ -71,7 +83,9 @@ def _new() -> str:
     for place in places:
         if (reason := _why_not(place)) is None:
             try:
-                return tempfile.mkdtemp(prefix="jax_ring-", dir=place)
+                path = tempfile.mkdtemp(prefix="jax_ring-", dir=place)
+                os.chmod(path, 0o700)  # whatever the umask has taken
+                return path
             except OSError as error:
                 reason = str(error)
         why_not[place] = reason
@@ -85,23 +99,23 @@ def _why_not(place: str) -> str | None:
         return f"with more than {_LONGEST - _LONGEST_NAME} characters, it is too long for the path of a socket"
     if not set(place) <= _PLAIN:
         return "its name has characters that gRPC does not take"
-    trusted = trusted_users()
     for folder in (pathlib.Path(place), *pathlib.Path(place).parents):
         try:
             found = folder.stat()
         except OSError as error:
             return str(error)
-        if found.st_uid not in trusted:
+        if found.st_uid not in trusted_users(folder):
             return f"{folder} is of another user"
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
             return f"other users may write to {folder}"
     return None
 
 
-def trusted_users() -> set[int]:
-    """Who may own what a folder is in: this user, root, and root of the host outside of this namespace."""
+def trusted_users(folder: pathlib.Path) -> set[int]:
+    """Who may own a folder that files of a job are in: this user, root, and root of the host outside of a namespace."""
     trusted = {0, os.geteuid()}
     with contextlib.suppress(OSError, ValueError):
-        if pathlib.Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+        is_whole = pathlib.Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+        if folder in _OF_ROOT and not is_whole:
             trusted.add(int(pathlib.Path("/proc/sys/kernel/overflowuid").read_text()))
     return trusted

@@ -52,6 +52,7 @@ def main(address: str, num_processes: str) -> None:
     if credentials and "mtls_cert_file" not in (_jax.get_distributed_runtime_service.__doc__ or ""):
         given = ", ".join(name for name in (*MTLS.values(), _MTLS_PREFIX, _VERIFY) if name in os.environ)
         sys.exit(f"this version of JAX has no mutual TLS: install JAX 0.12 or newer, or unset {given}")
+    os.umask(0o077)  # with another, the job's user may not be able to connect
     # One that neither passes a client's death on nor makes clients wait for each other when they exit.
     service = _jax.get_distributed_runtime_service(
         address, int(num_processes), heartbeat_timeout=_HEARTBEAT_SECONDS, recoverable=True, **credentials

@@ -2,9 +2,7 @@
 
 import contextlib
 import linecache
-import os
 import pathlib
-import stat
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +10,7 @@ from typing import NamedTuple
 from jax_ring.launcher.watching.page import STEPS, Notes
 
 _MAX_FRAMES = 20  # of a thread
-_MOST_SOURCE, _MOST_LINE, _MOST_TEXT = 1 << 22, 200, 1 << 16  # bytes of a file, letters of a line and of all stacks
+_MOST_LINE, _MOST_TEXT = 200, 1 << 16  # letters of a line of a file, and of all stacks
 # Begin the names of files whose frames tell nothing.
 _CALLERS = (str(pathlib.Path(__file__).parents[2]), threading.__file__, "<frozen runpy>")
 # Where a process may be.
@@ -94,8 +92,12 @@ class Report(NamedTuple):
         return text + ("" if self.places[rank].kind else "; its threads do not answer, as if one held Python's lock")
 
 
-def readable(stacks: str) -> str:
-    """What Python has written of its threads, the main one first, without frames of jax_ring."""
+def readable(stacks: str, *, of_this_process: bool = False) -> str:
+    """What Python has written of its threads, the main one first, without frames of jax_ring.
+
+    of_this_process: whether to add the lines of the files. Another process could name a file that is never read to its
+      end, as a pipe, or one of a file system that does not answer.
+    """
     lines: list[str] = []
     for thread in reversed(stacks.split("\n\n")):
         frames = [line.partition('File "')[2].partition('", line ') for line in thread.splitlines()[1:]]
@@ -104,14 +106,12 @@ def readable(stacks: str) -> str:
             lines.append("another thread:" if lines else "MainThread:")
         for file, line, _, function in reversed(told[:_MAX_FRAMES]):
             lines.append(f'  File "{file}", line {line}, in {function}')
-            lines.append(f"    {_source(file, line)}")
+            if of_this_process:
+                lines.append(f"    {_source(file, line)}")
     return "\n".join(lines)[:_MOST_TEXT]
 
 
 def _source(file: str, line: str) -> str:
-    """A line of a file, if that is no pipe, and not much longer than programs are."""
-    with contextlib.suppress(OSError, ValueError):
-        found = os.stat(file)
-        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_SOURCE:
-            return linecache.getline(file, int(line)).strip()[:_MOST_LINE]
+    with contextlib.suppress(ValueError):  # "???"
+        return linecache.getline(file, int(line)).strip()[:_MOST_LINE]
     return ""
