@@ -79,6 +79,7 @@ class Leaf:
             _check(size == math.prod(shape), f"the parts of {path} have {size} of {math.prod(shape)} elements")
             _check(_divides([box for each in boxes for box in each]), f"the parts of {path} overlap")
         if key is not None:
+            _check(key.isprintable(), f"{key!r:.80} names no generator of random numbers")  # JAX's error has it raw
             bits = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=key), bits)
         return leaf
@@ -185,7 +186,7 @@ class Snapshot:
         ours, theirs = [leaf.path for leaf in self.leaves], _paths(jax.tree.structure(dict(values)))
         if ours == theirs:
             return ""
-        return ", ".join(sorted(set(ours) ^ set(theirs))[:6]) or "the same, in another order"
+        return ", ".join(map(escaped, sorted(set(ours) ^ set(theirs))[:6])) or "the same, in another order"
 
     def _types(self, section: int) -> Iterator[tuple[np.dtype, tuple[int, ...]]]:
         """The types of the arrays of a section."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jax_ring.launcher.schema import escaped
 from jax_ring.lowering import trees
 from jax_ring.lowering.tuning import Thresholds
 
@@ -164,12 +165,12 @@ def _instruction(
 
 
 def _unescaped(text: str) -> str:
-    """A string as MLIR prints it: with bytes that are not ASCII, and quotes, in hexadecimal."""
+    """A string that MLIR prints with quotes, and bytes that are not ASCII, in hexadecimal; fit for a terminal."""
 
     def byte(match: re.Match) -> bytes:
         return b"\\" if match[1] == b"\\" else bytes.fromhex(match[1].decode())
 
-    return re.sub(rb"\\(\\|[0-9A-F]{2})", byte, text.encode()).decode()
+    return escaped(re.sub(rb"\\(\\|[0-9A-F]{2})", byte, text.encode()).decode(errors="replace"))
 
 
 def _trees(attributes: str, sizes: tuple[int, ...]) -> list[trees.GroupTree]:

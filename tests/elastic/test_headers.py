@@ -59,6 +59,7 @@ REFUSED = {
     "more than memory in all": (a_header(*[a_leaf(shape=[1 << 32])] * 10_000), "are more than this host's memory"),
     "keys of a number": (a_header(a_leaf(key=1)), NO_ARRAY),
     "keys of an unknown generator": (a_header(a_leaf(key="dice", dtype="uint32")), "dice"),
+    "keys that a terminal obeys": (a_header(a_leaf(key="\x1b[2J", dtype="uint32")), r"'\\x1b\[2J' names no generator"),
     "keys of another shape": (a_header(a_leaf(key="threefry2x32", dtype="uint32", shape=[3])), "threefry"),
     "keys of floats": (a_header(a_leaf(key="threefry2x32")), "float32"),
     "a weak type that is none": (a_header(a_leaf(weak="yes")), NO_ARRAY),
@@ -96,6 +97,13 @@ def test_others_are_refused(name):
     data = header if isinstance(header, bytes) else json.dumps(header).encode()
     with pytest.raises(RuntimeError, match=f"^jax_ring.elastic: what process 1 has sent is damaged, or of .*{what}"):
         Snapshot.of_header(data, "what process 1 has sent")
+
+
+def test_paths_of_others_are_escaped():
+    """In the error of a state that has other leaves."""
+    header = a_header(a_leaf(), {"path": "\x1b[2J\nmine", "value": 1})
+    snapshot, _ = Snapshot.of_header(json.dumps(header).encode(), "here")
+    assert snapshot.paths_not_in_both({"w": np.zeros((4, 2))}) == r"\x1b[2J\nmine"
 
 
 def test_any_damage_is_refused_or_harmless():

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ring
 from jax_ring import explain, override_lax, ring_psum
+from jax_ring.inspect import compiled
 from jax_ring.inspect.compiled import find_collectives, wire_bytes
 from jax_ring.inspect.table import relative
 
@@ -345,6 +346,11 @@ def test_the_working_directory_is_left_out_of_paths_alone(monkeypatch):
     }.items():
         monkeypatch.setattr("os.getcwd", lambda directory=directory: directory)
         assert relative(texts) == expected
+
+
+def test_names_of_a_program_from_elsewhere_are_escaped():
+    """MLIR prints bytes that are no text, and escape codes, in hexadecimal."""
+    assert compiled._unescaped(r"\1B[31mtrain\C3\A9.py:7\0A\FF\22\\") == '\\x1b[31mtrain\u00e9.py:7\\n\ufffd"\\'
 
 
 def test_names_that_are_not_ascii():

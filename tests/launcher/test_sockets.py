@@ -250,6 +250,19 @@ def test_no_place(script):
     )
 
 
+@pytest.mark.one_pair
+def test_no_folder_for_temporary_files(monkeypatch):
+    """Python has an error of its own for that."""
+
+    def gettempdir():
+        raise FileNotFoundError("no usable folder")
+
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
+    monkeypatch.setattr(folder, "_why_not", lambda place: "it is read-only")
+    with pytest.raises(folder.NoPlaceError, match="a job: TMPDIR: no usable folder; /tmp: it is read-only; /dev/shm: "):
+        SocketFolder()
+
+
 # As a user of a namespace that has no other user. It needs no file of Python from there on.
 IN_A_NAMESPACE = """
 import ctypes, os, pathlib, sys

@@ -78,8 +78,12 @@ class SocketFolder:
 
 def _new() -> str:
     """A new folder of mode 0700. Not in XDG_RUNTIME_DIR: that goes at logout, and a job may stay."""
-    places = dict.fromkeys([os.path.realpath(tempfile.gettempdir()), "/tmp", "/dev/shm"])
     why_not = {}
+    try:
+        own = [os.path.realpath(tempfile.gettempdir())]
+    except OSError as error:  # no folder can be written to
+        own, why_not["TMPDIR"] = [], str(error)
+    places = dict.fromkeys([*own, "/tmp", "/dev/shm"])
     for place in places:
         if (reason := _why_not(place)) is None:
             try:
