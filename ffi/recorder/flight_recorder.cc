@@ -189,13 +189,21 @@ Recorder::Found Recorder::open_memory_of(int64_t pid, bool of_any_user) {
     char target[PATH_MAX];
     const ssize_t length = readlink(path.c_str(), target, sizeof(target));
     if (length < 0 || std::string_view(target, length).find(kName) == std::string_view::npos) continue;
-    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (file < 0) continue;
+    // Anything may have this name, as a device, which is in use once it is opened.
+    const int seen = open(path.c_str(), O_PATH | O_CLOEXEC);
+    if (seen < 0) continue;
     struct stat status;
+    const bool is_memory = fstat(seen, &status) == 0 && S_ISREG(status.st_mode) && status.st_nlink == 0 &&
+                           (of_any_user || status.st_uid == geteuid()) &&
+                           static_cast<size_t>(status.st_size) == sizeof(Memory);
+    const int file = is_memory ? open(("/proc/self/fd/" + std::to_string(seen)).c_str(),
+                                      O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)
+                               : -1;
+    close(seen);
+    if (file < 0) continue;
     void* at = MAP_FAILED;
     const int seals = fcntl(file, F_GET_SEALS);
-    if (seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && fstat(file, &status) == 0 &&
-        (of_any_user || status.st_uid == geteuid()) && static_cast<size_t>(status.st_size) == sizeof(Memory)) {
+    if (seals >= 0 && (seals & F_SEAL_SHRINK) != 0) {
       at = mmap(nullptr, sizeof(Memory), PROT_READ, MAP_SHARED, file, 0);
     }
     close(file);

@@ -107,3 +107,28 @@ def test_other_users_are_read_on_demand(records):
         with recording(records):
             users = [user for user, _, table in _ffi_cpu.flight_tables_of_host(True) if "float32[123]" in table]
         assert {0, 65534} <= set(users)
+
+
+# Waits for a reader of a pipe, which it also holds by the name of a flight recorder.
+WAITING = """
+import os, sys
+file = os.open(sys.argv[1], os.O_PATH)
+print(os.getpid(), flush=True)
+open(sys.argv[1], "w")
+"""
+
+
+def test_what_is_no_memory_is_not_opened(tmp_path):
+    """To open something is to use it: it lets go a process that waits for the other end of a pipe."""
+    pipe = tmp_path / "jax_ring_flight"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-I", "-S", "-c", WAITING, str(pipe)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            pid = int(process.stdout.readline())
+            for _ in range(20):
+                assert table_of(pid) == ""
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(0.05)
+        finally:
+            process.kill()
