@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh
+from helpers import make_mesh, run_python
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full_but
@@ -286,3 +286,41 @@ def test_mutations(program, seed, platform, monkeypatch):
         changed = mutated_field(message, random).to_bytes() if number % 4 else mutated(program, random)
         left += is_left(changed, platform)
     assert left
+
+
+# ---- Calls that the partitioner divides ------------------------------------------------------------------------------
+
+EXPORTED = """
+import dataclasses, io
+import jax.numpy as jnp
+from jax._src.interpreters import mlir
+from jax.export import DisabledSafetyCheck, export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxlib.mlir import ir
+from jax_ring import ring_psum
+
+mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+f = jax.shard_map(lambda x: ring_psum(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P(), axis_names={"i"})
+x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("i", "j")))
+whole = export(jax.jit(f), disabled_checks=[DisabledSafetyCheck.custom_call("jax_ring.partitioned")])(x)
+own = "num_own = dense<0> : tensor<2xi64>"
+assert own in whole.mlir_module()
+for numbers in ("0, 1", "1, 0", "3, 3", "-1, -1", "9223372036854775807, 0", "0, 0"):
+    text = whole.mlir_module().replace(own, f"num_own = dense<[{numbers}]> : tensor<2xi64>")
+    with mlir.make_ir_context():
+        ir.Module.parse(text).operation.write_bytecode(file := io.BytesIO())
+    edited = dataclasses.replace(whole, mlir_module_serialized=file.getvalue())
+    try:
+        print(numbers, jax.jit(edited.call)(x)[0, 0])
+    except jax.errors.JaxRuntimeError as error:
+        assert "behind their own dimensions they have the same" in str(error), error
+        print(numbers, "refused")
+"""
+
+
+def test_dimensions_that_do_not_fit_are_refused():
+    """XLA would divide by zero, and end the process."""
+    result = run_python(EXPORTED)
+    assert result.returncode == 0, result.stderr
+    refused = ["0, 1", "1, 0", "3, 3", "-1, -1", "9223372036854775807, 0"]
+    assert result.stdout.splitlines() == [*(f"{each} refused" for each in refused), "0, 0 2.0"]

@@ -84,13 +84,18 @@ def rule(operand_types: Sequence[ir.Type], result_types: Sequence[ir.Type], num_
 
 
 def partition(shapes_in: Sequence, shardings_in: Sequence, shape_out: Any, sharding_out: Any, config: bytes) -> tuple:
-    """The program of one device: (bytecode, shardings of operands, sharding of the result)."""
+    """The program of one device: (bytecode, shardings of operands, sharding of the result).
+
+    Raises ValueError if the shapes do not fit the call's attributes.
+    """
     shapes_out, shardings_out = [shape_out], [sharding_out]
     if is_tuple := shape_out.is_tuple():
         shapes_out, shardings_out = shape_out.tuple_shapes(), sharding_out.tuple_elements()
     with mlir.make_ir_context(), ir.Location.unknown():
         values = dict(entries(ir.DictAttr(ir.Attribute.parse(config.decode()))))
         own_in, own_out = _integers(values.pop(_NUM_OWN))
+        for each in zip(shapes_in, shapes_out, strict=True):
+            _check_dimensions(*(tuple(shape.dimensions()) for shape in each), own_in, own_out)
         # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
         # divides them otherwise.
         alike = [partial(_compat.reshape_sharding, each, own_out) for each in shardings_out]
@@ -99,6 +104,16 @@ def partition(shapes_in: Sequence, shardings_in: Sequence, shape_out: Any, shard
         types_out = [_local_type(*each) for each in zip(shapes_out, shardings_out, strict=True)]
         program = mlir.module_to_bytecode(_program(types_in, types_out, values))
     return program, shardings_in, _compat.tuple_sharding(shape_out, shardings_out) if is_tuple else shardings_out[0]
+
+
+def _check_dimensions(operand: tuple[int, ...], result: tuple[int, ...], own_in: int, own_out: int) -> None:
+    """A program may come from a file, and XLA would divide by zero."""
+    have_own = 0 <= own_in <= len(operand) and 0 <= own_out <= len(result)
+    if not have_own or operand[own_in:] != result[own_out:]:
+        raise ValueError(
+            f"{_NUM_OWN} = {[own_in, own_out]} does not fit an operand of shape {operand} and a result of shape "
+            f"{result}: behind their own dimensions they have the same"
+        )
 
 
 def _integers(attribute: ir.Attribute) -> list[int]:
