@@ -73,9 +73,9 @@ class Store:
             why = "who wrote it has another secret, or none"
         raise ForeignValueError(
             f"the value of {key} in JAX's coordination service, which begins with {found[:40]!r}, has no code of this "
-            f"job: {why}. Processes get the secret from jax_ring's launcher; without it set "
-            f"{protocol.SECRET_VARIABLE} to one value in all, or in none. If it is the same, somebody else writes "
-            f"there: {_ADVICE}."
+            f"job: {why}. Processes get the secret from jax_ring's launcher, and programs that they start do not; "
+            f"without it set {protocol.SECRET_VARIABLE} to one value in all, or in none. If it is the same, somebody "
+            f"else writes there: {_ADVICE}."
         )
 
     def peek(self, key: str) -> bytes | None:

@@ -65,16 +65,17 @@ class Process:
         environment: dict[str, str],
         files: Sequence[int],
     ) -> None:
-        """Starts the process, which inherits files. Raises OSError if the system cannot."""
+        """Starts the process, which inherits files, as its forks do. Raises OSError if the system cannot."""
         self.number, self.rank, self.page = number, rank, page
         self.state = State.RUNNING
         self.status: int | None = None
         self._ending: asyncio.Task | None = None  # of its descendants
-        program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), "module" if options.is_module else "script"]
+        files = (*files, self.page.file)
+        program = [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), ",".join(map(str, files))]
         self._process = subprocess.Popen(
-            [*program, *options.command], env=environment,
+            [*program, "module" if options.is_module else "script", *options.command], env=environment,
             start_new_session=True,  # the kernel would stop it where it asks on the terminal, as ssh and getpass do
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(*files, self.page.file),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=files,
         )  # fmt: skip
 
     def copy_output(self, output: Output, label: str, logs: tuple[int | None, int | None]) -> None:

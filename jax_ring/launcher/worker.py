@@ -53,6 +53,15 @@ def die_with_parent(launcher_pid: int) -> None:
         raise SystemExit(128 + signal.SIGKILL)
 
 
+def keep_from_programs(files: str) -> None:
+    """Keeps the launcher's files from programs that the script starts by whatever call, maybe as another user.
+
+    Its forks have them. files: their descriptors, with commas between them.
+    """
+    for file in files.split(","):
+        os.set_inheritable(int(file), False)
+
+
 def with_environment_defaults(initialize: Callable, own: Mapping[str, str]) -> Callable:
     """`jax.distributed.initialize` with the launcher's coordination service.
 
@@ -269,9 +278,10 @@ def _code_of(path: str) -> types.CodeType:
     return pkgutil.read_code(io.BytesIO(text)) or compile(text, path, "exec", dont_inherit=True)
 
 
-def run_for_launcher(launcher_pid: str, kind: str, *command: str) -> None:
+def run_for_launcher(launcher_pid: str, files: str, kind: str, *command: str) -> None:
     global _is_failing
     die_with_parent(int(launcher_pid))
+    keep_from_programs(files)
     pid = os.getpid()
     for path in _BESIDE:
         load_beside(path)

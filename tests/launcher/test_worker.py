@@ -44,6 +44,10 @@ def programs(tmp_path, monkeypatch):
         archive.write("script.py", "__main__.py")
 
 
+# Runs a script as the launcher does, which names the files that it passes on: one is there.
+OF_LAUNCHER = ["-P", worker.__file__, str(os.getpid()), "0"]
+
+
 def output_of(*arguments):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     result = subprocess.run(
@@ -78,7 +82,7 @@ def test_initialize_is_replaced_whoever_imports_jax(script, tmp_path, imported_b
     with open(tmp_path / "script.py", "a") as file:
         file.write("\nimport jax; print(hasattr(jax.distributed.initialize, '__wrapped__'))")
     result = subprocess.run(
-        [sys.executable, "-P", worker.__file__, str(os.getpid()), "script", str(tmp_path / "script.py")],
+        [sys.executable, *OF_LAUNCHER, "script", str(tmp_path / "script.py")],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120, check=False,
     )  # fmt: skip
     assert result.stdout == "True\n", result.stderr
@@ -113,7 +117,7 @@ def initialize(script, tmp_path):
             script(code.format(in_config=in_config) if name == "__init__.py" else code, f"jax/{name}")
         own = {"JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "1", "PYTHONPATH": str(tmp_path), **own}
         result = subprocess.run(
-            [sys.executable, "-P", worker.__file__, str(os.getpid()), "script", script(text)],
+            [sys.executable, *OF_LAUNCHER, "script", script(text)],
             capture_output=True, text=True, env=os.environ | own, timeout=120, check=False,
         )  # fmt: skip
         return result.stdout.removesuffix("\n") or result.stderr
@@ -252,7 +256,7 @@ def test_a_module_beside_it_as_under_python(script, tmp_path, monkeypatch, name,
     expected = output_of(*option, program)[:2]
     kind = "module" if option else "script"
     assert output_of("-P", worker.__file__, "alone", kind, program)[:2] == expected
-    assert output_of("-P", worker.__file__, str(os.getpid()), kind, program)[:2] == expected
+    assert output_of(*OF_LAUNCHER, kind, program)[:2] == expected
 
 
 def test_the_launcher_is_told_of_an_exception_beside_such_modules(script):
@@ -261,3 +265,68 @@ def test_the_launcher_is_told_of_an_exception_beside_such_modules(script):
     status, _, err = run("-n", "1", script("raise ValueError('bad batch')"))
     assert status == 1
     assert err.splitlines()[-1].endswith(" raised ValueError: bad batch")
+
+
+# Prints the files that it has inherited beside the usual three.
+LISTS = """
+import os
+found = []
+for file in range(3, 1024):
+    try: os.fstat(file)
+    except OSError: continue
+    found.append(os.readlink(f"/proc/self/fd/{file}"))
+print(found)
+"""
+STARTS = {
+    "system": "os.system(shlex.join(program))",
+    "spawnv": "os.spawnv(os.P_WAIT, program[0], program)",
+    "posix_spawn": "os.waitpid(os.posix_spawn(program[0], program, os.environ), 0)",
+    "subprocess": "subprocess.run(program, close_fds=False)",
+    "fork and execv": "os.fork() or os.execv(program[0], program); os.wait()",
+    "execv": "os.execv(program[0], program)",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_programs_of_the_script_inherit_no_files_of_the_launcher(script, start):
+    """They may run as another user, who would read the key and write commits."""
+    script(LISTS, "lists.py")
+    text = f"""
+import os, pathlib, shlex, subprocess, sys
+program = [sys.executable, str(pathlib.Path(__file__).with_name("lists.py"))]
+{STARTS[start]}
+"""
+    status, out, err = run("-n", "1", script(text))
+    assert (status, out) == (0, ["[0] []"]), err
+
+
+def test_forks_have_the_files_of_the_launcher(script):
+    """They are a part of the script."""
+    path = script(
+        f"""
+import multiprocessing, os, runpy
+protocol = runpy.run_path({protocol.__file__!r})
+_, *kept = map(int, os.environ[protocol["KEPT_VARIABLE"]].split(","))
+def writes(number):
+    assert len(protocol["own_key"]()) == 32
+    protocol["write_mark"](kept[number], True, 0, number)
+if os.fork() == 0:
+    writes(0)
+    os._exit(0)
+assert os.wait()[1] == 0
+child = multiprocessing.get_context("fork").Process(target=writes, args=(1,))
+child.start()
+child.join()
+print([protocol["read_mark"](file) for file in kept])
+"""
+    )
+    assert run("-n", "1", path) == (0, ["[0] [(0, 0), (0, 1)]"], "")
+
+
+def test_a_number_that_names_another_file_is_no_key(monkeypatch, tmp_path):
+    """In a program that a process starts the variable may have that of a file of its own."""
+    monkeypatch.delenv(protocol.SECRET_VARIABLE, raising=False)
+    (tmp_path / "other").write_bytes(b"x" * 64)
+    with open(tmp_path / "other") as other:
+        monkeypatch.setenv(protocol.KEY_VARIABLE, str(other.fileno()))
+        assert protocol.own_key() == b""
