@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from jax_ring.launcher import events, protocol
+from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import ChangePending, Failure
 from jax_ring.launcher.hosts.follower import Follower
@@ -46,10 +46,12 @@ class Hosts:
         self.shared, self.queue, self.register = shared, shared.queue, Register(at_the_beginning(["a:1"]))
         self.leader = Leader(Host("a", "a:1", (0,)), shared, self.register, Evidence(20.0))
 
-    async def comes(self, name, needs=None):
+    async def comes(self, name, needs=None, newest_commit=0):
         link = Link()
         options = ("2:3", OPTIONS.heartbeat_timeout)
-        hello = Hello(Host(name, f"{name}:1", (0,)), None, (), 0, needs, self.register.started, (), options)
+        hello = Hello(
+            Host(name, f"{name}:1", (0,)), None, (), 0, newest_commit, needs, self.register.started, (), options
+        )
         link.serving = asyncio.create_task(self.leader.serve(link, hello))
         await asyncio.sleep(0)
         return link
@@ -155,10 +157,34 @@ def test_a_host_whose_processes_do_not_end_is_dropped(monkeypatch):
         member = await job.begin()
         member.abort = lambda: member.messages.put_nowait(None)
         job.leader.generation.end("for a test")
-        job.leader.follower.tell("ended", True)
+        job.leader.follower.tell("ended", 0)
         await asyncio.wait_for(job.leader.finish(), 10)
         assert list(job.leader.guests) == ["a"]
         assert job.leader.generation.is_over()
+
+    asyncio.run(run())
+
+
+def test_all_know_of_commits_that_any_launcher_has_known_of():
+    """Also of those whose hosts are gone: who is left does not begin anew."""
+
+    async def run():
+        job = Hosts()
+        job.shared.kept = environment.kept_files(1)
+        member = await job.comes("b", newest_commit=2)
+        for told, newest in ((3, 2), (1, 3), (0, 3)):
+            job.register.learn(group := Group(job.register.next_number(), job.leader.hosts()), [])
+            job.leader.begin(group, "a:2")
+            assert member.sent[-1] == Message("start", (group, "a:2", 0, newest))
+            assert job.queue.get_nowait().newest_commit == newest
+            job.events()
+            member.messages.put_nowait(Message("ended", told, group.number))
+            await asyncio.sleep(0)
+            job.leader.ended()
+        protocol.write_mark(job.shared.kept[1], True, 0, 4)
+        assert job.shared.newest_commit() == 4
+        for file in job.shared.kept:
+            os.close(file)
 
     asyncio.run(run())
 
@@ -363,7 +389,7 @@ def test_a_failure_ends_it_once(needs, signum):
     assert watched.ends == [("rank 2 of host 1 failed", signum, 0.0)]
     assert not watched.generation.is_over()
     for host in range(2):
-        watched.generation.take(host, "ended", True)
+        watched.generation.take(host, "ended", 0)
     assert watched.generation.is_over()
     outcome = watched.generation.outcome(None)
     assert (outcome.status, str(outcome.failure), outcome.lost) == (7, "rank 2 of host 1 failed", {2, 3})
