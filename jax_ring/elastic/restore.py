@@ -30,6 +30,9 @@ def restore(
     directory = checkpoints.directory if checkpoints is not None else None
     commits, nothing = kept.commits(), Snapshot((), 1, {})
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
+    if kept.why_not and generation.is_first_of_host:
+        what = "the job begins anew after a loss" + (f", unless {directory} has a checkpoint" if directory else "")
+        print(f"jax_ring.elastic: no commits are kept, {what}: {kept.why_not}.", file=sys.stderr, flush=True)
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
     own = [(commit, found.num_parts, [*found.arrays]) for commit, found in commits.items()]
     posts = generation.post(json.dumps((newest_on_disk, generation.newest_commit, own)).encode())

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_ring.elastic import kept
 from jax_ring.elastic.generation import HostsOfProcesses
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.restore import restore
@@ -529,6 +530,15 @@ def test_a_post_of_no_whole_commit_is_not_taken(files, parts, sections):
 
     with pytest.raises(RuntimeError, match="parts of commit 7 and the one before are lost"):
         restore(Liar(), values(0), KeptCommits(files, 0), None)
+
+
+def test_that_nothing_can_be_kept_is_said(files, monkeypatch, tmp_path, capsys):
+    """Without /proc, to the first process of a host."""
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (0, *files))))
+    for folder, said in ((kept._FILES, ""), (str(tmp_path / "none"), "jax_ring.elastic: no commits are kept, ")):
+        monkeypatch.setattr(kept, "_FILES", folder)
+        assert restore(Alone(), values(0), KeptCommits.of_launcher(), None)[0] == 0
+        assert capsys.readouterr().err[: len(said) or None] == said
 
 
 def test_files_of_others_are_left_alone(files, commit, monkeypatch, tmp_path):
