@@ -7,6 +7,7 @@ import signal
 import types
 
 import pytest
+from launches import reserved_ports
 
 from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.arguments import Options
@@ -187,6 +188,30 @@ def test_all_know_of_commits_that_any_launcher_has_known_of():
             os.close(file)
 
     asyncio.run(run())
+
+
+def test_who_is_taken_in_knows_of_commits_before_it_takes_part():
+    """It may be all that is left when the next generation is to begin."""
+
+    async def run(port):
+        searches = [alone(coordinators=(("127.0.0.1", port),))[1] for _ in range(2)]
+        leading, other = searches
+        leading._shared.kept = environment.kept_files(1)
+        protocol.write_mark(leading._shared.kept[0], True, 0, 4)
+        await leading._listen()
+        leading.lead()
+        assert await other.follow(leading.own.address) is not None
+        newest = other._shared.newest_commit()
+        leading.leader.drop()
+        await other.leave()
+        for search in searches:
+            search.close()
+        for file in leading._shared.kept:
+            os.close(file)
+        return newest
+
+    with reserved_ports(1) as (port,):
+        assert asyncio.run(run(port)) == 4
 
 
 def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():

@@ -25,7 +25,7 @@ VALUES = {
         Hello(GROUP.hosts[0], None, (), 0, 0, None, GROUP, (), ("2:3", 20.0)),
         Hello(GROUP.hosts[1], 1, ("b", "c"), 2, 7, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),
     ],
-    "welcome": [True],
+    "welcome": [7],
     "refused": ["it was started with --nnodes 2"],
     "propose": [GROUP],
     "start": [(GROUP, "127.0.0.1:1", 2, 7)],

@@ -74,7 +74,7 @@ class Leader:
             self._shared.restarts = max(self._shared.restarts, hello.restarts)
             self._shared.others_commit = max(self._shared.others_commit, hello.newest_commit)
             self._shared.needs = self._shared.needs or hello.needs
-            link.send(Message("welcome", True))
+            link.send(Message("welcome", self._shared.newest_commit()))
             self._compare()
             self._changed.set()
             while (message := await link.receive()) is not None:

@@ -41,7 +41,7 @@ _VALUES: dict[str, Any] = {
     # Between one that listens, which begins, and one that has connected.
     "answer": Answer,
     "hello": Hello,
-    "welcome": bool,
+    "welcome": int,  # the newest commit that it knows of
     "refused": str,  # why
     # By the launcher that leads.
     "propose": Group,

@@ -101,7 +101,8 @@ class Search:
         link.send(Message("hello", hello))
         leader = address if self._options.hosts_change else "host 0"  # its name
         match await link.receive():
-            case Message("welcome"):
+            case Message("welcome", newest_commit):
+                self._shared.others_commit = max(self._shared.others_commit, newest_commit)
                 self._link = link
                 self.follower = Follower(self.own, self._register, self._shared.queue, link.send)
                 self._receiving = asyncio.create_task(self._receive(link, self.follower, leader, answer.id))
