@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ring import _compat, runtime
 from jax_ring.collectives import ring_all_gather, ring_pmax
 from jax_ring.distributed import store
-from jax_ring.launcher.protocol import GENERATION_VARIABLE, HOSTS_VARIABLE
+from jax_ring.launcher.protocol import COMMIT_VARIABLE, GENERATION_VARIABLE, HOSTS_VARIABLE
 from jax_ring.launcher.watching.page import Page
 
 _AXIS = "processes"
@@ -61,8 +61,10 @@ class Generation:
         self.number = int(os.environ.get(GENERATION_VARIABLE, "0"))
         self.process, self.num_processes = _compat.distributed_process(), _compat.num_distributed_processes()
         self._page = Page.of_launcher()
-        # A program that a process of a job starts has the variable too, and is no part of the job.
-        firsts = os.environ.get(HOSTS_VARIABLE, "0") if self._page is not None else "0"
+        # A program that a process of a job starts has the variables too, and is no part of the job.
+        environment = os.environ if self._page is not None else {}
+        self.newest_commit = int(environment.get(COMMIT_VARIABLE, "0"))
+        firsts = environment.get(HOSTS_VARIABLE, "0")
         self.hosts = HostsOfProcesses(tuple(map(int, firsts.split(","))), self.num_processes)
 
     @property

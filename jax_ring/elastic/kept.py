@@ -21,6 +21,7 @@ from jax_ring.launcher import protocol
 # After a longer commit nothing follows, up to that one's length: the file cannot shrink.
 _LENGTH = struct.Struct("<q")
 _BEGIN = protocol.KEPT_MARK.size + _LENGTH.size
+_FILES = "/proc/self/fd"
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, KEEP_SIZE in <linux/falloc.h>
 
 
@@ -37,12 +38,14 @@ class KeptCommits:
     files: the descriptors, two for each process. slot: which of them are this process's.
 
     Attributes:
+      why_not: why it keeps nothing, if a launcher would.
       last: the commit that this process has made or gone on from. The next one must not overwrite it: others may not
         have made that.
       damaged: what is wrong with commits that cannot be read, once `commits` has looked.
     """
 
-    def __init__(self, files: Sequence[int], slot: int) -> None:
+    def __init__(self, files: Sequence[int], slot: int, why_not: str = "") -> None:
+        self.why_not = why_not
         self._files, self._own = tuple(files), tuple(files[2 * slot : 2 * slot + 2])
         self.last: CommitId | None = None
         self.damaged: dict[CommitId, str] = {}
@@ -51,6 +54,8 @@ class KeptCommits:
     def of_launcher(cls) -> "KeptCommits":
         """The memory of this process's launcher."""
         slot, *files = map(int, os.environ.get(protocol.KEPT_VARIABLE, "0").split(","))
+        if files and not os.path.isdir(_FILES):
+            return cls((), slot, "/proc is not mounted here")
         # A program started by a process of the launcher inherits the variable, but other files have these numbers.
         are_kept = all(os.path.realpath(_path(file)).startswith(f"/memfd:{protocol.KEPT_NAME}") for file in files)
         return cls(files if are_kept else (), slot)
@@ -141,4 +146,4 @@ def _release(file: int, begin: int) -> None:
 
 def _path(file: int) -> str:
     """The path by which a file is opened with a position of its own: those who inherit a descriptor share one."""
-    return f"/proc/self/fd/{file}"
+    return f"{_FILES}/{file}"

@@ -23,17 +23,21 @@ def restore(
     values: the state as the script has made it. kept, checkpoints: where commits outlive the processes.
 
     Returns the number of the commit, 0 for none, and its snapshot with no leaf divided, the same in all processes.
-    Raises RuntimeError if parts of all commits are lost or damaged and none is on disk; or if the states of the
-    processes have different structures.
+    Raises RuntimeError if parts of all commits are lost or damaged and none is on disk, also where only launchers know
+    that there were some; or if the states of the processes have different structures.
     """
     process, count = generation.process, generation.num_processes
     directory = checkpoints.directory if checkpoints is not None else None
     commits, nothing = kept.commits(), Snapshot((), 1, {})
     newest_on_disk = checkpoints.newest_number() if checkpoints is not None and process == 0 else 0
+    if kept.why_not and generation.is_first_of_host:
+        what = "the job begins anew after a loss" + (f", unless {directory} has a checkpoint" if directory else "")
+        print(f"jax_ring.elastic: no commits are kept, {what}: {kept.why_not}.", file=sys.stderr, flush=True)
     # All are here once they have posted, and so may start their backends, each of which waits for all others.
-    own = newest_on_disk, [(commit, found.num_parts, [*found.arrays]) for commit, found in commits.items()]
-    on_disk, of_processes = _read(generation.post(json.dumps(own).encode()))
-    newest = max((commit.number for each in of_processes for commit in each), default=0)
+    own = [(commit, found.num_parts, [*found.arrays]) for commit, found in commits.items()]
+    posts = generation.post(json.dumps((newest_on_disk, generation.newest_commit, own)).encode())
+    on_disk, known, of_processes = _read(posts)
+    newest = max(known, *(commit.number for each in of_processes for commit in each), 0)
     commit, have = _newest_whole(of_processes)
     if commit is not None and commit.number >= on_disk:
         number, where = commit.number, f"commit {commit.number} in the launchers' memory"
@@ -45,7 +49,7 @@ def restore(
         snapshot = checkpoints.read(on_disk) if checkpoints is not None and process == 0 else nothing
         have = [{UNDIVIDED} if p == 0 else set() for p in range(count)]
     elif newest > 1:  # the first may never have been made by all; before a later one all have made one
-        why = "; ".join(kept.damaged.values()) or "The hosts that had them have gone"
+        why = "; ".join(kept.damaged.values()) or "The hosts that had them have gone, or have no process"
         raise RuntimeError(
             f"jax_ring.elastic: parts of commit {newest} and the one before are lost. {why}, and "
             f"{f'there is no checkpoint in {directory}' if directory else 'no directory was given'}. With "
@@ -54,6 +58,9 @@ def restore(
         )
     else:
         number, where = 0, "that of process 0"
+        if newest and generation.is_first_of_host:
+            what = "jax_ring.elastic: the first commit is lost, or not all had made it. The job begins anew."
+            print(what, file=sys.stderr, flush=True)
         snapshot = Snapshot.of(values, process, count)
         have = [{p} | ({UNDIVIDED} if p == 0 else set()) for p in range(count)]
     if generation.is_first_of_host:
@@ -70,16 +77,19 @@ def restore(
     return number, _with_parts(generation, snapshot, have).undivided()
 
 
-def _read(posts: Sequence[bytes]) -> tuple[int, list[dict[CommitId, tuple[int, set[int]]]]]:
-    """The newest number on disk, and by process what is there of each commit: the number of parts, and sections."""
+def _read(posts: Sequence[bytes]) -> tuple[int, int, list[dict[CommitId, tuple[int, set[int]]]]]:
+    """The newest number on disk, and that of which launchers know; by process what is there of each commit.
+
+    That is the number of parts, and sections.
+    """
     try:
-        posted = [read(post, tuple[int, tuple[tuple[CommitId, int, tuple[int, ...]], ...]]) for post in posts]
+        posted = [read(post, tuple[int, int, tuple[tuple[CommitId, int, tuple[int, ...]], ...]]) for post in posts]
     except ValueError as error:
         raise RuntimeError(
             f"jax_ring.elastic: processes have posted something else than commits: {posts!r:.300}"
         ) from error
-    found = [{commit: (num_parts, {*sections}) for commit, num_parts, sections in kept} for _, kept in posted]
-    return max(on_disk for on_disk, _ in posted), found
+    found = [{commit: (num_parts, {*sections}) for commit, num_parts, sections in kept} for _, _, kept in posted]
+    return max(on_disk for on_disk, _, _ in posted), max(known for _, known, _ in posted), found
 
 
 def _newest_whole(

@@ -84,6 +84,7 @@ class Attempt:
             protocol.PROCESS_VARIABLE: str(number),
             protocol.MEMORY_VARIABLE: self._memory,
             protocol.KEY_VARIABLE: str(shared.key_file),
+            protocol.COMMIT_VARIABLE: str(shared.newest_commit()),
             protocol.KEPT_VARIABLE: ",".join(map(str, (slot, *shared.kept))),
             PAGE_VARIABLE: str(page.file),
         }

@@ -90,6 +90,7 @@ class Begin(NamedTuple):
 
     plan: Plan  # this host's part of it
     restarts: int  # used up by the job so far
+    newest_commit: int  # that the launcher that leads knows of
 
 
 class ChangePending(NamedTuple):

@@ -109,7 +109,7 @@ class Job:
                 self._is_stopped = True
                 if leader.generation is not None:  # it may have begun, and this host's part of it not
                     leader.generation.end("it was told to end", signal.SIGTERM, self._options.grace)
-                    leader.follower.tell("ended", True)
+                    leader.follower.tell("ended", self._shared.newest_commit())
                 with contextlib.suppress(SignalledError):
                     await self._unless_signalled(leader.finish())
                 await leader.end(128 + error.signum, "it was told to end")
@@ -217,8 +217,8 @@ class Job:
                         self._shared.output.log(reason)
                     self._search.had_enough()
                     return None
-                case events.Begin(plan, restarts):
-                    self._shared.restarts = restarts
+                case events.Begin(plan, restarts, newest_commit):
+                    self._shared.restarts, self._shared.others_commit = restarts, newest_commit
                     self._attempt = Attempt(self._shared, plan, follower)
                     try:
                         received = await self._attempt.run()
@@ -226,7 +226,7 @@ class Job:
                         self._attempt = None
                     self._search.had_enough()
                     if received is None or follower.leads:  # else the job has lost this host
-                        follower.tell("ended", True)
+                        follower.tell("ended", self._shared.newest_commit())
                     if received is not None:
                         raise SignalledError(received)
 

@@ -23,6 +23,7 @@ MEMORY_VARIABLE = "JAX_RING_MEMORY"  # the prefix of names of shared memory
 SECRET_VARIABLE = "JAX_RING_SECRET"  # of a job, for its launchers, or for its processes without one
 KEY_NAME = "jax_ring_key"  # names the file with the key of a job
 KEY_VARIABLE = "JAX_RING_KEY"  # its descriptor
+COMMIT_VARIABLE = "JAX_RING_COMMIT"  # the number of the newest commit that launchers know of, before a generation
 KEPT_NAME = "jax_ring_kept"  # names the files that hold commits
 KEPT_VARIABLE = "JAX_RING_KEPT"  # the slot of a process, and the file descriptors of all slots
 # Begins a file with a commit: whether it is whole, its generation, and its number.

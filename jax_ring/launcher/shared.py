@@ -52,7 +52,7 @@ class Shared:
     output: Output
     sockets: SocketFolder
     server: ControlServer
-    kept: tuple[int, ...]  # the files in which elastic jobs keep commits: two for each slot
+    kept: tuple[int, ...] = ()  # the files in which elastic jobs keep commits: two for each slot
     key_file: int  # in which processes find `key`
 
     def __init__(self, options: Options) -> None:
@@ -60,6 +60,7 @@ class Shared:
         self.key = protocol.key_of_job(options.secret)
         self.queue: asyncio.Queue[events.Event] = asyncio.Queue()
         self.restarts = 0  # used up so far
+        self.others_commit = 0  # the newest that other launchers have told of, whose hosts may be gone since
         self.needs: Needs | None = None  # once a process has told them: the job is elastic
         self.numbers = itertools.count()  # of processes
         self.logs = LogFiles(options.log_dir, lambda text: self.output.log(text))
@@ -75,6 +76,14 @@ class Shared:
         """The seconds before the last restart taken."""
         doubled = self.options.backoff * 2.0 ** min(self.restarts - 1, 60)  # larger powers overflow in the end
         return min(doubled, _LONGEST_BACKOFF_SECONDS)
+
+    def newest_commit(self) -> int:
+        """The number of the newest commit that this launcher knows of; 0 for none.
+
+        Launchers tell each other, so that a job ends when all who had commits are lost, and does not begin anew.
+        """
+        marks = map(protocol.read_mark, self.kept)
+        return max(self.others_commit, *(mark[1] for mark in marks if mark is not None), 0)
 
     def has_commit_of(self, generation: int, *, hosts: int) -> bool:
         """Whether the processes of this host have made a commit in a generation, on so many hosts.

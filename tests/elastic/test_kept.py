@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_ring.elastic import kept
 from jax_ring.elastic.generation import HostsOfProcesses
 from jax_ring.elastic.kept import CommitId, KeptCommits
 from jax_ring.elastic.restore import restore
@@ -80,7 +81,7 @@ class Alone:
     """The generation of a process that is started when all others are lost."""
 
     number, process, num_processes, hosts, is_first_of_host = 1, 0, 1, HostsOfProcesses((0,), 1), True
-    exchange = None
+    exchange, newest_commit = None, 0
 
     def post(self, own):
         return [own]
@@ -125,6 +126,28 @@ def test_parts_that_are_gone(files, commit):
     commit(0, 7)
     with pytest.raises(RuntimeError, match=r"parts of commit 7 and the one before are lost.*no directory was given"):
         newest(files)
+
+
+def test_commits_of_which_only_launchers_know():
+    """Who had them is gone, and those that are left have none: whoever of them knows of it, all end."""
+
+    class One(Alone):
+        def post(self, own):
+            return [own, json.dumps([0, 2 - self.newest_commit, []]).encode()]
+
+    for known in (0, 2):
+        generation = One()
+        generation.newest_commit = known
+        with pytest.raises(RuntimeError, match=r"parts of commit 2 and the one before are lost\. The hosts that had"):
+            restore(generation, values(0), KeptCommits((), 0), None)
+
+
+def test_a_lost_first_commit_is_spoken_of(capsys):
+    """It may never have been made by all, so the job begins anew."""
+    generation = Alone()
+    generation.newest_commit = 1
+    assert restore(generation, values(0), KeptCommits((), 0), None)[0] == 0
+    assert "the first commit is lost" in capsys.readouterr().err
 
 
 def test_on_several_hosts_any_may_be_lost():
@@ -485,8 +508,9 @@ def test_processes_that_have_written_different_states(files, commit):
 
 
 @pytest.mark.parametrize("posted", [
-    None, 3, [], [0], [[]], [[0, 1]], [[True]], [["0"]], [[0], 1], [[0], [1]], [[0], [1, 0]], [[0], [1, "0", 0, -1]],
-    [0, {}], [0, [1, 0, 0, [-1]]], ["0", []], [0, [[[1, 0], 0, -1]]], [0, [[[1, 0], 0, [True]]]], [0, [[[1], 0, []]]],
+    None, 3, [], [0], [0, 0], [0, []], [[]], [0, [0, 1]], [0, 0, [0], [1]], [0, 0, {}], [0, 0, [1, 0, 0, [-1]]],
+    ["0", 0, []], [0, "0", []], [0, True, []], [0, None, []], [0, 0, [[[1, 0], 0, -1]]],
+    [0, 0, [[[1, 0], 0, [True]]]], [0, 0, [[[1], 0, []]]],
     b"\x80\x04", b"[" * 100_000,
 ])  # fmt: skip
 def test_a_post_that_is_none_is_refused(files, posted):
@@ -502,10 +526,19 @@ def test_a_post_that_is_none_is_refused(files, posted):
 def test_a_post_of_no_whole_commit_is_not_taken(files, parts, sections):
     class Liar(Alone):
         def post(self, own):
-            return [json.dumps([0, [[[7, 0], parts, sections]]]).encode()]
+            return [json.dumps([0, 0, [[[7, 0], parts, sections]]]).encode()]
 
     with pytest.raises(RuntimeError, match="parts of commit 7 and the one before are lost"):
         restore(Liar(), values(0), KeptCommits(files, 0), None)
+
+
+def test_that_nothing_can_be_kept_is_said(files, monkeypatch, tmp_path, capsys):
+    """Without /proc, to the first process of a host."""
+    monkeypatch.setenv(KEPT_VARIABLE, ",".join(map(str, (0, *files))))
+    for folder, said in ((kept._FILES, ""), (str(tmp_path / "none"), "jax_ring.elastic: no commits are kept, ")):
+        monkeypatch.setattr(kept, "_FILES", folder)
+        assert restore(Alone(), values(0), KeptCommits.of_launcher(), None)[0] == 0
+        assert capsys.readouterr().err[: len(said) or None] == said
 
 
 def test_files_of_others_are_left_alone(files, commit, monkeypatch, tmp_path):

@@ -163,10 +163,12 @@ def test_a_leaf_that_cannot_be_kept_is_named_without_a_launcher_too():
         elastic.run()(lambda state: state.commit())(state)
 
 
-def test_hosts_of_another_job_do_not_count(monkeypatch):
-    """A program that a process of a job starts inherits the variable."""
+def test_hosts_and_commits_of_another_job_do_not_count(monkeypatch):
+    """A program that a process of a job starts inherits the variables."""
     monkeypatch.setenv("JAX_RING_HOSTS", "0,4")
-    assert not Generation().hosts.has_several_hosts
+    monkeypatch.setenv("JAX_RING_COMMIT", "7")
+    generation = Generation()
+    assert (generation.hosts.has_several_hosts, generation.newest_commit) == (False, 0)
 
 
 @pytest.mark.parametrize(("needs", "count"), [({"num_shards": 24}, 5), ({"min_processes": 3}, 2)])

@@ -258,7 +258,7 @@ def test_a_process_that_writes_anything_into_its_page_is_no_matter_of_other_host
 
 def test_events_are_kept_while_something_else_is_awaited():
     """Host 0 starts a job at once when the last host connects, which may not know yet that it has."""
-    first, second = events.Begin(Plan("job", 0, (0,), 1, 2, "127.0.0.1:1"), 0), events.ChangePending(True)
+    first, second = events.Begin(Plan("job", 0, (0,), 1, 2, "127.0.0.1:1"), 0, 0), events.ChangePending(True)
 
     async def scenario():
         queue = asyncio.Queue()

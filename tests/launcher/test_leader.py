@@ -7,8 +7,9 @@ import signal
 import types
 
 import pytest
+from launches import reserved_ports
 
-from jax_ring.launcher import events, protocol
+from jax_ring.launcher import environment, events, protocol
 from jax_ring.launcher.arguments import Options
 from jax_ring.launcher.events import ChangePending, Failure
 from jax_ring.launcher.hosts.follower import Follower
@@ -46,10 +47,12 @@ class Hosts:
         self.shared, self.queue, self.register = shared, shared.queue, Register(at_the_beginning(["a:1"]))
         self.leader = Leader(Host("a", "a:1", (0,)), shared, self.register, Evidence(20.0))
 
-    async def comes(self, name, needs=None):
+    async def comes(self, name, needs=None, newest_commit=0):
         link = Link()
         options = ("2:3", OPTIONS.heartbeat_timeout)
-        hello = Hello(Host(name, f"{name}:1", (0,)), None, (), 0, needs, self.register.started, (), options)
+        hello = Hello(
+            Host(name, f"{name}:1", (0,)), None, (), 0, newest_commit, needs, self.register.started, (), options
+        )
         link.serving = asyncio.create_task(self.leader.serve(link, hello))
         await asyncio.sleep(0)
         return link
@@ -155,12 +158,60 @@ def test_a_host_whose_processes_do_not_end_is_dropped(monkeypatch):
         member = await job.begin()
         member.abort = lambda: member.messages.put_nowait(None)
         job.leader.generation.end("for a test")
-        job.leader.follower.tell("ended", True)
+        job.leader.follower.tell("ended", 0)
         await asyncio.wait_for(job.leader.finish(), 10)
         assert list(job.leader.guests) == ["a"]
         assert job.leader.generation.is_over()
 
     asyncio.run(run())
+
+
+def test_all_know_of_commits_that_any_launcher_has_known_of():
+    """Also of those whose hosts are gone: who is left does not begin anew."""
+
+    async def run():
+        job = Hosts()
+        job.shared.kept = environment.kept_files(1)
+        member = await job.comes("b", newest_commit=2)
+        for told, newest in ((3, 2), (1, 3), (0, 3)):
+            job.register.learn(group := Group(job.register.next_number(), job.leader.hosts()), [])
+            job.leader.begin(group, "a:2")
+            assert member.sent[-1] == Message("start", (group, "a:2", 0, newest))
+            assert job.queue.get_nowait().newest_commit == newest
+            job.events()
+            member.messages.put_nowait(Message("ended", told, group.number))
+            await asyncio.sleep(0)
+            job.leader.ended()
+        protocol.write_mark(job.shared.kept[1], True, 0, 4)
+        assert job.shared.newest_commit() == 4
+        for file in job.shared.kept:
+            os.close(file)
+
+    asyncio.run(run())
+
+
+def test_who_is_taken_in_knows_of_commits_before_it_takes_part():
+    """It may be all that is left when the next generation is to begin."""
+
+    async def run(port):
+        searches = [alone(coordinators=(("127.0.0.1", port),))[1] for _ in range(2)]
+        leading, other = searches
+        leading._shared.kept = environment.kept_files(1)
+        protocol.write_mark(leading._shared.kept[0], True, 0, 4)
+        await leading._listen()
+        leading.lead()
+        assert await other.follow(leading.own.address) is not None
+        newest = other._shared.newest_commit()
+        leading.leader.drop()
+        await other.leave()
+        for search in searches:
+            search.close()
+        for file in leading._shared.kept:
+            os.close(file)
+        return newest
+
+    with reserved_ports(1) as (port,):
+        assert asyncio.run(run(port)) == 4
 
 
 def test_a_launcher_that_leads_learns_from_others_what_the_job_needs():
@@ -363,7 +414,7 @@ def test_a_failure_ends_it_once(needs, signum):
     assert watched.ends == [("rank 2 of host 1 failed", signum, 0.0)]
     assert not watched.generation.is_over()
     for host in range(2):
-        watched.generation.take(host, "ended", True)
+        watched.generation.take(host, "ended", 0)
     assert watched.generation.is_over()
     outcome = watched.generation.outcome(None)
     assert (outcome.status, str(outcome.failure), outcome.lost) == (7, "rank 2 of host 1 failed", {2, 3})

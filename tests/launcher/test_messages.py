@@ -22,13 +22,13 @@ VALUES = {
     "alive": [(1.5, None), (1.5, 2.5)],
     "answer": [Answer("id", "a:1", True, False, 3, True)],
     "hello": [
-        Hello(GROUP.hosts[0], None, (), 0, None, GROUP, (), ("2:3", 20.0)),
-        Hello(GROUP.hosts[1], 1, ("b", "c"), 2, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),
+        Hello(GROUP.hosts[0], None, (), 0, 0, None, GROUP, (), ("2:3", 20.0)),
+        Hello(GROUP.hosts[1], 1, ("b", "c"), 2, 7, Needs(2, None), GROUP, (GROUP, GROUP), ("2", float("inf"))),
     ],
-    "welcome": [True],
+    "welcome": [7],
     "refused": ["it was started with --nnodes 2"],
     "propose": [GROUP],
-    "start": [(GROUP, "127.0.0.1:1", 2)],
+    "start": [(GROUP, "127.0.0.1:1", 2, 7)],
     "started": [GROUP],
     "over": [JobEnded(7, "rank 1 failed")],
     "end": [End("rank 1 failed", signal.SIGKILL, 0.0)],
@@ -45,7 +45,7 @@ VALUES = {
     "progress": [(), ((1, Notes(name="rank 1")), (2, Notes(1, 2.0, True, 5, 4, 0.5, 0.0, "step", "", "rank 2", 0)))],
     "place": [(1, Place()), (1, Place("in Python", "a call", "a table", "stacks"))],
     "signalled": [End("received SIGINT", signal.SIGINT, 10.0)],
-    "ended": [True],
+    "ended": [7],
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def received(*data):
     return asyncio.run(scenario())
 
 
-ACCEPTED, ENDED = b'["accepted", 3, 1]', b'["ended", true, 1]'
+ACCEPTED, ENDED = b'["accepted", 3, 1]', b'["ended", 7, 1]'
 
 
 def test_every_message_arrives_as_it_was():

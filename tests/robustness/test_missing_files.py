@@ -43,6 +43,37 @@ def test_a_job(tmp_path, case):
         assert all(text in line for text in expected for line in lines), lines
 
 
+# Rank 1 is killed in the first generation, when all have made a commit.
+ELASTIC = """
+import os, signal
+import jax
+jax.distributed.initialize()
+import jax_ring
+@jax_ring.elastic.run()
+def train(state):
+    print("begins at", state.step, flush=True)
+    for _ in range(2):
+        state.step += 1
+        state.commit()
+    if (os.environ["JAX_RING_GENERATION"], os.environ["JAX_PROCESS_ID"]) == ("0", "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    state.commit()
+train(jax_ring.elastic.State(step=0))
+"""
+
+
+@pytest.mark.parametrize(("mounts", "keeps"), [("true", True), (CASES["no /proc"][0], False)])
+def test_an_elastic_job_says_that_it_keeps_no_commits(tmp_path, mounts, keeps):
+    path = tmp_path / "job.py"
+    path.write_text(ELASTIC)
+    status, out, err = launched(path, "--max-restarts", "1", within=mounted(mounts))
+    assert status == 0, err
+    assert out.count("[1] begins at 0") == (1 if keeps else 2), (out, err)
+    assert err.count("no commits are kept, the job begins anew after a loss: /proc is not mounted here.") == (
+        0 if keeps else 2
+    ), err
+
+
 # Rank 1 takes part once rank 0 has looked at the memory that it has made for both.
 LOOKS = """
 import glob, os, pathlib, stat, threading, time

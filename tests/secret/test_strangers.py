@@ -240,7 +240,7 @@ def test_who_answers_at_an_address():
 
 
 def hello(**changes):
-    found = Hello(Host("evil", "127.0.0.1:1", (0,)), None, (), 0, None, Group(0, ()), (), ("1:2", 20.0))
+    found = Hello(Host("evil", "127.0.0.1:1", (0,)), None, (), 0, 0, None, Group(0, ()), (), ("1:2", 20.0))
     return Message("hello", found._replace(**changes))
 
 
@@ -310,7 +310,7 @@ def test_what_a_stranger_says_is_escaped(hosts):
     first = hosts(0, "--insecure", "--node-timeout", "1")
     greeting = hello(options=("2", 20.0), node_rank=1)
     failure = Message("failed", (Failure(forged, 1, "failed"), True))
-    say(hosts.ports[0], greeting, answer=takes_part(failure, Message("ended", True)))
+    say(hosts.ports[0], greeting, answer=takes_part(failure, Message("ended", 0)))
     status, _, err = end(first)
     assert status == 1
     assert r"failed: \x1b]0;a title\x07\x1b[2Jrank 1\njax_ring.launch: all is well\u202e\u2028 of host 1 failed" in err

@@ -39,13 +39,13 @@ class Follower:
             case "started":
                 self._register.learn(value, [])
             case "start":
-                group, coordinator, restarts = value
+                group, coordinator, restarts, newest_commit = value
                 plan = group.plan_of(self._own.id, coordinator)
                 if not (set(plan.slots) <= set(self._own.slots) and coordinator.isprintable()):
                     raise MessageError(f"it starts {plan.slots!r:.100} at {coordinator!r:.100}, which is not here")
                 self._register.learn(group, [])
                 self._attempt = group.number
-                self._queue.put_nowait(events.Begin(plan, restarts))
+                self._queue.put_nowait(events.Begin(plan, restarts, newest_commit))
             case "end" | "pending" | "blamed" | "over":
                 self._queue.put_nowait(value)
             case "where":

@@ -121,6 +121,7 @@ class Generation:
                 told = {rank: notes._replace(name=notes.name + of_host) for rank, notes in value}
                 self._watcher.take(index, told, time.monotonic())
             case "ended":
+                self._shared.others_commit = max(self._shared.others_commit, value)
                 self.ended.add(index)
 
     def lose(self, index: int, what: str, *, is_change: bool) -> None:

@@ -72,8 +72,9 @@ class Leader:
             self._evidence.found(host.id)
             self._register.learn(hello.started, hello.accepted)
             self._shared.restarts = max(self._shared.restarts, hello.restarts)
+            self._shared.others_commit = max(self._shared.others_commit, hello.newest_commit)
             self._shared.needs = self._shared.needs or hello.needs
-            link.send(Message("welcome", True))
+            link.send(Message("welcome", self._shared.newest_commit()))
             self._compare()
             self._changed.set()
             while (message := await link.receive()) is not None:
@@ -208,7 +209,7 @@ class Leader:
     def begin(self, group: Group, coordinator: str) -> Generation:
         """Starts a generation on all hosts."""
         self.generation = Generation(self._shared, group, group.index_of(self._own.host.id), self._send)
-        start = Message("start", (group, coordinator, self._shared.restarts))
+        start = Message("start", (group, coordinator, self._shared.restarts, self._shared.newest_commit()))
         for host, guest in self.guests.items():
             guest.send(start if host in group.ids or guest is self._own else Message("started", group))
         return self.generation

@@ -28,6 +28,7 @@ class Hello(NamedTuple):
     node_rank: int | None  # which it asks for
     gone: tuple[str, ...]  # hosts that can no longer start a group of their own
     restarts: int  # used up by the job
+    newest_commit: int  # that it knows of
     needs: Needs | None
     started: Group  # the last that it knows to have
     accepted: tuple[Group, ...]  # later ones
@@ -40,11 +41,11 @@ _VALUES: dict[str, Any] = {
     # Between one that listens, which begins, and one that has connected.
     "answer": Answer,
     "hello": Hello,
-    "welcome": bool,
+    "welcome": int,  # the newest commit that it knows of
     "refused": str,  # why
     # By the launcher that leads.
     "propose": Group,
-    "start": tuple[Group, str, int],  # and host:port of the coordination service, and the restarts used up by the job
+    "start": tuple[Group, str, int, int],  # host:port of the coordination service, restarts used up, the newest commit
     "started": Group,  # without the host that is told
     "over": JobEnded,
     # By the same, of the generation.
@@ -64,7 +65,7 @@ _VALUES: dict[str, Any] = {
     "progress": tuple[tuple[int, Notes], ...],  # each rank, and what is known of it
     "place": tuple[int, Place],  # a rank, and where it is: an answer to "where"
     "signalled": End,  # how this launcher ends its processes
-    "ended": bool,  # none runs any more
+    "ended": int,  # none runs any more: the newest commit that it knows of
 }
 
 

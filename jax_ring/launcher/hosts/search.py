@@ -94,13 +94,15 @@ class Search:
             port = self._server.sockets[0].getsockname()[1]
             self.own = self.own._replace(address=environment.joined(link.own_address, port))
         hello = Hello(
-            self.own, self._options.node_rank, self.gone(), self._shared.restarts, self._shared.needs,
-            self._register.started, self._register.accepted, described(self._options),
+            self.own, self._options.node_rank, self.gone(), self._shared.restarts,
+            self._shared.newest_commit(), self._shared.needs, self._register.started, self._register.accepted,
+            described(self._options),
         )  # fmt: skip
         link.send(Message("hello", hello))
         leader = address if self._options.hosts_change else "host 0"  # its name
         match await link.receive():
-            case Message("welcome"):
+            case Message("welcome", newest_commit):
+                self._shared.others_commit = max(self._shared.others_commit, newest_commit)
                 self._link = link
                 self.follower = Follower(self.own, self._register, self._shared.queue, link.send)
                 self._receiving = asyncio.create_task(self._receive(link, self.follower, leader, answer.id))
