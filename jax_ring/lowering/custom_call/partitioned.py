@@ -94,8 +94,8 @@ def partition(shapes_in: Sequence, shardings_in: Sequence, shape_out: Any, shard
     with mlir.make_ir_context(), ir.Location.unknown():
         values = dict(entries(ir.DictAttr(ir.Attribute.parse(config.decode()))))
         own_in, own_out = _integers(values.pop(_NUM_OWN))
-        for each in zip(shapes_in, shapes_out, strict=True):
-            _check_dimensions(*(tuple(shape.dimensions()) for shape in each), own_in, own_out)
+        for operand, result in zip(shapes_in, shapes_out, strict=True):
+            _check_dimensions(tuple(operand.dimensions()), tuple(result.dimensions()), own_in, own_out)
         # The rule asks for operands divided like their results. The partitioner inserts resharding if the program
         # divides them otherwise.
         alike = [partial(_compat.reshape_sharding, each, own_out) for each in shardings_out]
