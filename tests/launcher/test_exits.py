@@ -1,5 +1,6 @@
 """A process that ends has completed what it has launched, and is named where others wait for more."""
 
+import os
 import re
 import subprocess
 import sys
@@ -200,3 +201,15 @@ def test_a_busy_thread_of_the_program_is_not_waited_for(programs):
     finally:
         is_over.append(1)
         thread.join()
+
+
+def test_a_thread_of_python_is_known_in_a_namespace_of_processes():
+    """Where /proc is that of another one, with other numbers."""
+    code = "from jax_ring.launcher.coordinator import client; print(sum(client._is_computing() for _ in range(9)))"
+    namespace = ["unshare", "--pid", "--fork", *([] if os.geteuid() == 0 else ["--user"])]
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may make no namespaces")
+    result = subprocess.run(
+        [*namespace, sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
