@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax_ring.launcher.watching.reader import tell_progress
 
 # After this long, a message says what the launcher waits for.
 _PATIENCE_SECONDS = 1.0
+_KILLED_SECONDS = 5.0  # for all processes to end that were killed
 _LOOKS_AT_STOPPED = 10  # at a process until it counts as stopped
 
 # What a process asks for, with the type of the values.
@@ -66,8 +68,13 @@ class Attempt:
         finally:
             for task in watching:
                 task.cancel()
-            for process in self.processes.values():
-                process.kill()
+            for process in self._running():
+                process.send(signal.SIGKILL)
+            until = time.monotonic() + _KILLED_SECONDS
+            # Later no code of the program runs in it any more.
+            if left := [each for each in self.processes.values() if not each.kill(until)]:
+                ranks = format_ranks(left)
+                self._log(f"ranks {ranks} are killed, and end once the system lets them go, as from a file that hangs")
             await asyncio.gather(*(process.descendants_ended() for process in self.processes.values()))
             for why_not in protocol.remove_memory(self._memory):
                 self._log(f"shared memory could not be removed: {why_not}")

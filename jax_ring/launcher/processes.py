@@ -115,12 +115,20 @@ class Process:
         if self._process.returncode is None:
             (os.killpg if to_descendants and signum != signal.SIGKILL else os.kill)(self.pid, signum)
 
-    def kill(self) -> None:
-        """Kills it, waits for its end, and forgets its steps."""
+    def kill(self, until: float) -> bool:
+        """Kills it, forgets its steps, and waits for its end until a time; returns whether it has ended."""
         self.send(signal.SIGKILL)
-        self._process.wait()
-        self.reap()
-        self.page.close()
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+            return True
+        except subprocess.TimeoutExpired:
+            self.status = -signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            return False
+        finally:
+            self.reap()
+            self.page.close()
 
     async def descendants_ended(self) -> None:
         """Waits for their end, after its own."""

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import threading
 
 import pytest
@@ -111,3 +112,37 @@ def test_a_look_up_that_gets_no_thread_finds_nothing(monkeypatch):
 
     with pytest.raises(OSError, match="can't start new thread"):
         asyncio.run(look_up())
+
+
+# Without a file system that hangs there is no process that the kernel keeps: waiting for one takes as long as it may.
+KEPT = """
+import subprocess
+class Popen(subprocess.Popen):
+    def wait(self, timeout=None):
+        if timeout is not None and self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return super().wait(timeout)
+subprocess.Popen = Popen
+"""
+FAILS_BESIDE_ANOTHER = """
+import os, pathlib, signal, sys, time
+there = pathlib.Path(sys.argv[1])
+if os.environ["JAX_PROCESS_ID"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    there.touch()
+    time.sleep(60)
+while not there.exists(): time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_the_system_keeps(script, tmp_path):
+    """The launcher ends without it, and says so."""
+    path, there = script(FAILS_BESIDE_ANOTHER), tmp_path / "there"
+    status, _, err = run("-n", "2", "--grace", "0.1", path, str(there), command=command_with(KEPT))
+    assert status == 3, err
+    *_, kept, failed = err.splitlines()
+    assert (
+        kept == "jax_ring.launch: ranks 1 are killed, and end once the system lets them go, as from a file that hangs"
+    )
+    assert re.fullmatch(r"jax_ring.launch: failed: rank 0 \(pid \d+\) exited with status 3", failed), failed
