@@ -1,6 +1,8 @@
 """Commits on disk, written and read by one process with orbax."""
 
+import contextlib
 import importlib.util
+import os
 import pathlib
 import stat
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_ring.elastic.snapshots import UNDIVIDED, Snapshot
+from jax_ring.launcher.coordinator.folder import trusted_users
 from jax_ring.launcher.schema import escaped
 
 _KEPT = 2
@@ -90,7 +93,19 @@ class Checkpoints:
         return snapshot
 
     def _check_files(self) -> None:
-        """Raises RuntimeError unless commits, also unfinished ones, are files and folders: links lead out of here."""
+        """Raises RuntimeError unless commits, also unfinished ones, are files and folders: links lead out of here.
+
+        Raises PermissionError if others may put links there at any time.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            found = self.directory.stat()
+            owners = {found.st_uid, self.directory.lstat().st_uid}
+            if not owners <= trusted_users(self.directory) or found.st_mode & stat.S_IWOTH:
+                raise PermissionError(
+                    f"State(directory=...): other users than this process's, {os.geteuid()}, may decide what is in "
+                    f"{escaped(str(self.directory))}, of user {found.st_uid} and mode {stat.S_IMODE(found.st_mode):o}, "
+                    "and have the job read and write other files of yours: take a directory of your own."
+                )
         for path in self.directory.glob("[0-9]*"):
             if not path.name.split(".")[0].isdecimal():
                 continue
@@ -107,7 +122,7 @@ class Checkpoints:
         """A manager that does not wait for other processes. It reads something of all commits on disk."""
         import orbax.checkpoint as ocp
 
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o775, parents=True, exist_ok=True)
         self._check_files()
         process = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})

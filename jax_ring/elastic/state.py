@@ -24,8 +24,9 @@ class State:
     All processes make the state alike, and trees keep their structure.
 
     Args:
-      directory: where commits are also written to disk, by process 0 with orbax. A job starts from the newest
-        checkpoint there, if there is one, and goes on from it when parts of a divided leaf are lost.
+      directory: where commits are also written to disk, by process 0 with orbax; of its user, and no one else may
+        write there. A job starts from the newest checkpoint in it, if there is one, and goes on from that when parts of
+        a divided leaf are lost.
       every: every how many commits one is written.
       trees: the state.
 

@@ -126,6 +126,38 @@ def test_links_are_not_followed(tmp_path, name, use):
         use(Checkpoints(str(tmp_path / "commits")))
 
 
+@pytest.mark.parametrize("use", [Checkpoints.newest_number, lambda each: each.read(8), lambda each: each._manager()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: folder.chmod(0o777),
+        lambda folder: folder.chmod(0o1777),
+        pytest.param(
+            lambda folder: os.chown(folder, 12345, 12345),
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
+    ],
+)
+def test_a_directory_of_others_is_refused(tmp_path, use, change):
+    """They could put links in the place of what orbax writes to at that moment, and so write to any file."""
+    directory = tmp_path / "commits"
+    write(directory, 8)
+    change(directory)
+    with pytest.raises(
+        PermissionError, match=r"other users .* may decide what is in .*/commits, of user \d+ and mode 1?7"
+    ):
+        use(Checkpoints(str(directory)))
+
+
+def test_a_directory_is_made_for_this_user_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        write(tmp_path / "commits", 8)
+    finally:
+        os.umask(before)
+    assert Checkpoints(str(tmp_path / "commits")).newest_number() == 8
+
+
 def test_an_old_commit_that_is_a_link_is_refused_before_anything_is_written(tmp_path):
     """It is removed once there are newer ones."""
     for number in (1, 2):
