@@ -9,7 +9,6 @@ import ctypes
 import functools
 import pathlib
 import queue
-import re
 import signal
 import sys
 import threading
@@ -176,17 +175,15 @@ def _come_true(until: float, *conditions: Any) -> bool:
     return True
 
 
-# State, and the number in the innermost namespace, which is Python's also where /proc is of another one.
-_STATUS = re.compile(r"^State:\t(.)(?:.*\n)*?NSpid:.*?(\d+)$", re.MULTILINE)
-
-
 def _is_computing() -> bool:
     """Whether a thread runs, or waits for a core, after a moment. Python's do not count: they may until the end."""
     time.sleep(_QUIET_SECONDS / _LOOKS)
     of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in pathlib.Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
-            found = _STATUS.search((task / "status").read_text(errors="replace"))
-            if found is not None and found[1] in ("R", "D") and found[2] not in of_python:
+        with contextlib.suppress(OSError, KeyError):  # it has ended
+            lines = (task / "status").read_text(errors="replace").splitlines()
+            fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            # The last number is Python's also where /proc is of another namespace.
+            if fields["State"][0] in ("R", "D") and fields["NSpid"].split()[-1] not in of_python:
                 return True
     return False
