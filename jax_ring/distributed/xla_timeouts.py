@@ -24,11 +24,13 @@ from typing import Any
 
 from jax_ring import _compat, foreign_errors, runtime
 from jax_ring.distributed import exit_notice
+from jax_ring.launcher.schema import escaped
 
 _FLAG = _compat.FLAG_OF_CPU_LIMIT
 _CHECKS_PER_DEADLINE = 20
 _ASK = 0.5  # the others, so many deadlines after a call began
 _MAX_CALLS = 4  # in a message
+_MAX_LENGTH = 600  # of what another process says that it waits in
 _PATIENCE_SECONDS = 2.0  # for the store, while an error waits for its text
 _SLACK_OF_XLA = 0.5  # seconds after XLA's limit: its error has certainly arrived
 
@@ -141,7 +143,8 @@ def _ask(answers: dict[int, str], calls: list[runtime.CallOfXla]) -> None:
     answers[own] = calls[0].text
     time.sleep(runtime.timeout() * (1 - _ASK) / 2)
     for process in {process for call in calls for process in call.processes} - {own}:
-        answers[process] = (exit_notice.store().peek(_wait_key(process)) or b"").decode()
+        text = (exit_notice.store().peek(_wait_key(process)) or b"").decode(errors="replace")
+        answers[process] = escaped(text[:_MAX_LENGTH])
 
 
 # ---- The message -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 from jax_ring import _compat, runtime
 from jax_ring.distributed import discovery
 from jax_ring.distributed.discovery import Identity, assumed, assumed_host_of
+from jax_ring.launcher.schema import escaped
 
 Groups = Sequence[Sequence[int]]  # of mesh positions
 
@@ -149,7 +150,7 @@ def _why_unreachable(mesh, groups: Groups) -> str:
     published = discovery.gpus_of(sorted({device.process_index for device in members.values()}))
     for process, gpus in published.items():
         if gpus.why_not:
-            return gpus.why_not if jax.process_count() == 1 else f"in process {process}, {gpus.why_not}"
+            return gpus.why_not if jax.process_count() == 1 else f"in process {process}, {escaped(gpus.why_not)}"
     identities = {}
     for position, device in members.items():
         peers, own = _compat.devices_of_process(device), published[device.process_index].own
@@ -168,7 +169,8 @@ def _why_unreachable(mesh, groups: Groups) -> str:
 
 
 def _name_of(device, identity: Identity) -> str:
-    return f"device {device.id} ({identity.uuid} at {identity.bus_id}, process {device.process_index})"
+    gpu = escaped(f"{identity.uuid} at {identity.bus_id}")  # as its process says
+    return f"device {device.id} ({gpu}, process {device.process_index})"
 
 
 # ---- Groups as tables that a rank reads at its mesh position ---------------------------------------------------------

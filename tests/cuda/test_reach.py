@@ -2,6 +2,7 @@
 
 import logging
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,11 @@ def test_no_peer_access(engine, expect_fallback):
     expect_fallback(
         "device 2 (GPU-2 at 0000:02:00.0, process 0) has no peer access to device 5 (GPU-5 at 0000:05:00.0, process 0)"
     )
+
+
+def test_what_a_process_says_of_its_gpus_is_escaped():
+    device, gpu = types.SimpleNamespace(id=2, process_index=1), discovery.Identity("0000\n", "\x1b[2J")
+    assert topology._name_of(device, gpu) == r"device 2 (\x1b[2J at 0000\n, process 1)"
 
 
 def test_no_peer_access_between_groups_does_not_matter(engine):

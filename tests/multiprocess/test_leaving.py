@@ -211,6 +211,9 @@ def test_others_are_asked_in_what_they_wait(monkeypatch):
     xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
     assert answers == {0: "ring_psum of float32[2]", 1: "ring_psum of int8[3]", 2: ""}
     assert store.values["jax_ring/waits/0"] == b"ring_psum of float32[2]"
+    store.values["jax_ring/waits/1"] = b"\x1b[2J\n\xff" + 10_000 * b"a"
+    xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
+    assert answers[1] == "\\x1b[2J\\n\ufffd" + (xla_timeouts._MAX_LENGTH - 6) * "a"
     answers.clear()
     monkeypatch.setattr(exit_notice, "store", lambda: None)  # as one that is out of reach
     xla_timeouts._ask(answers, [runtime.CallOfXla(1.0, "ring_psum of float32[2]", [0, 1, 2])])
