@@ -58,16 +58,13 @@ void decode_part(const Attributes& call, size_t per_element, ffi::RemainingArgs 
   message.conversion = conversion_of(call.rounds_to, input.element_type(), output.element_type());
   const size_t of_operand = message.conversion.kernel != nullptr ? message.conversion.operand_bytes / operand_bytes : 1;
   const size_t unit = scatters ? operand_bytes : xla_type_of(output.element_type()).bytes(), offset = begin * unit;
-  if (!scatters) {
+  if (!scatters && begin > 0) {
     auto* const data = static_cast<std::byte*>(output.untyped_data());
-    const size_t end = (begin + size) * unit, rest = (output.element_count() - begin - size) * unit;
-    const auto* const before =
-        begin > 0 ? static_cast<const std::byte*>(args.get<ffi::AnyBuffer>(1)->untyped_data()) : nullptr;
-    if (before == nullptr) {
-      std::memset(data + end, 0, rest);  // a program from elsewhere may have no further part
-    } else if (before != data) {
+    const auto* const before = static_cast<const std::byte*>(args.get<ffi::AnyBuffer>(1)->untyped_data());
+    if (before != data) {
+      const size_t end = offset + size * unit;
       std::memcpy(data, before, offset);
-      std::memcpy(data + end, before + end, rest);
+      std::memcpy(data + end, before + end, (output.element_count() - begin - size) * unit);
     }
   }
   message.counts.push_back((scatters ? size : input.element_count() / of_operand) * per_element);

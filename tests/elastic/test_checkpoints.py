@@ -28,7 +28,7 @@ def header_of(folder):
 def in_process(code, *arguments):
     """The result of Python code in a process of its own: one that is killed or hangs is a failed test, no more."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], stdin=subprocess.DEVNULL, text=True,
+        [sys.executable, "-P", "-c", textwrap.dedent(code), *map(str, arguments)], stdin=subprocess.DEVNULL, text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         timeout=TIME_LIMIT,
     )  # fmt: skip
