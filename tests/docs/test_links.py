@@ -24,8 +24,10 @@ def anchor(heading: str) -> str:
 
 @functools.cache
 def anchors(page: pathlib.Path) -> set[str]:
-    headings = re.findall(r"^#{1,6} (.*)$", without_code(page.read_text()), re.MULTILINE)
-    return {anchor(heading) for heading in headings}
+    text = page.read_text()
+    headings = re.findall(r"^#{1,6} (.*)$", without_code(text), re.MULTILINE)
+    included = re.findall(r"^```\{include\} (.*)$", text, re.MULTILINE)
+    return {anchor(heading) for heading in headings}.union(*(anchors(page.parent / file) for file in included))
 
 
 def links(page: pathlib.Path) -> list[str]:
@@ -42,6 +44,9 @@ def fault(page: pathlib.Path, link: str) -> str | None:
         return "no such file"
     if heading and target.suffix == ".md" and heading not in anchors(target):
         return "no such heading"
+    site = ROOT / "docs"
+    if site in page.parents and target.suffix == ".md" and site not in target.parents:
+        return "no page of the site"
     return None
 
 
@@ -50,6 +55,12 @@ def test_links_lead_somewhere():
     assert len(checked) > 200
     wrong = [f"{page.relative_to(ROOT)}: {link}: {why}" for page, link in checked if (why := fault(page, link))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_site_has_the_pages_that_its_pages_link():
+    page = ROOT / "docs" / "elastic.md"
+    assert fault(page, "../SECURITY.md#files") == "no page of the site"
+    assert fault(page, "security.md#files") is None
 
 
 def test_a_wrong_link_is_found(tmp_path):
